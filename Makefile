@@ -1,0 +1,71 @@
+# make ds41     .venv with the locked packages and the command .venv/bin/ds41
+# make check    the whole gate: format, lint, types, tests
+# make format   rewrites the sources in the project's format
+# make types    build/types, in which pyright sees the mapped folders as parts of mlx_engine
+# make lock     resolves the lock files again (needs uv); UV_FLAGS=--upgrade takes newer versions
+#
+# With uv on the PATH these use it, otherwise venv and pip. PYTHON names the interpreter.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The folders that pyproject.toml maps into mlx_engine.
+MAPPED := cli
+
+ifneq ($(shell command -v uv 2>/dev/null),)
+PYTHON ?= >=3.11,<3.14
+CREATE_VENV = uv venv --quiet --allow-existing --python "$(PYTHON)" $(VENV)
+PIP_INSTALL = uv pip install --quiet --python $(BIN)/python
+else
+PYTHON ?= python3
+CREATE_VENV = $(PYTHON) -m venv $(VENV)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CHECK_PYTHON = \
+  $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+  || { echo "ds41 needs Python 3.11, 3.12 or 3.13 and $(PYTHON) is none of them:" \
+            "name one that is, for example make ds41 PYTHON=python3.12" >&2; exit 2; }; \
+  $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+  || { echo "$(PYTHON) cannot make a virtual environment:" \
+            "install its venv module (Debian: apt-get install python3-venv) or uv" >&2; exit 2; }
+endif
+
+.PHONY: ds41 check format types lock
+
+ds41: $(VENV)/.runtime
+	@echo "Ready: $(BIN)/ds41"
+
+# The build tool comes from the lock file too, hence no isolated build.
+$(VENV)/.runtime: requirements.lock pyproject.toml
+	@$(CHECK_PYTHON)
+	$(CREATE_VENV)
+	$(PIP_INSTALL) --require-hashes -r requirements.lock
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
+	$(PIP_INSTALL) --require-hashes -r requirements-dev.lock
+	@touch $@
+
+check: $(VENV)/.dev types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q -m "not model and not slow"
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types:
+	@rm -rf build/types && mkdir -p build/types/mlx_engine
+	@ln -s "$(CURDIR)"/mlx_engine/* build/types/mlx_engine/
+	@for folder in $(MAPPED); do ln -s "$(CURDIR)/$$folder" build/types/mlx_engine/; done
+
+# "fewest" takes one numpy for every Python version: type stubs of a numpy that needs Python 3.12
+# do not parse as the 3.11 that pyright checks against.
+COMPILE = uv pip compile pyproject.toml --quiet $(UV_FLAGS) --universal --python-version 3.11 \
+  --fork-strategy fewest --generate-hashes --no-emit-index-url \
+  --custom-compile-command "make lock" --extra cpu --group build
+
+lock:
+	$(COMPILE) --output-file requirements.lock
+	$(COMPILE) --group dev --constraint requirements.lock --output-file requirements-dev.lock

@@ -1,0 +1,300 @@
+"""`config.json` -> ModelConfig.
+
+Owns the names of both published layouts (nested `text_config` and the flat one) and the rule for
+keys that are missing, unknown or unsupported. Section numbers refer to docs/model.md.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from mlx_engine.config import DraftConfig, EngramConfig, ModelConfig, VisionConfig, YarnConfig
+from mlx_engine.errors import ModelFileError
+
+log = logging.getLogger(__name__)
+
+MODEL_TYPE = "deepseek_v41"
+
+_ALIASES = {
+    "dim": "hidden_size",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "rope_head_dim": "qk_rope_head_dim",
+    "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings",
+    "rope_factor": "factor",
+    "original_seq_len": "original_max_position_embeddings",
+    "n_activated_experts": "num_experts_per_tok",
+    "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
+    "window_size": "sliding_window",
+    "kv_source_layers": "kv_source_layer_ids",
+    "index_source_layers": "index_source_layer_ids",
+    "candidate_source_layer": "candidate_source_layer_id",
+    "engram_pad_id": "engram_pad_token_id",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+}
+
+# Keys that may be there and say nothing about the computation of the text model.
+_SILENT_KEYS = frozenset(
+    """architectures auto_map _name_or_path dtype torch_dtype transformers_version use_cache
+    initializer_range attention_dropout hidden_dropout pad_token_id text_config vision_config
+    quantization_config max_batch_size model_type""".split()
+)
+
+# The only values this engine computes with; another one changes the result, so it is refused.
+_REQUIRED_VALUES: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+}
+_QUANTIZATION: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+
+# An unknown key of one of these families would change the computation if it did anything.
+_COMPUTING_FAMILIES = (
+    "attention_ attn_ beta_ candidate_ compress_ engram_ gate_ hc_ head_ index_ kv_ moe_ "
+    "n_ norm_ num_ o_ q_ qk_ v_ rms_ rope_ router_ routed_ scoring_ sliding_ swiglu_ topk_ mscale"
+).split()
+
+_NULLS: tuple[object, ...] = (None, False, 0, "", [], {})
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read and check `config.json` of a checkpoint directory; raises ModelFileError."""
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{directory} has no config.json; give the folder that holds the checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelFileError(f"{path} holds no JSON object")
+    try:
+        return parse_config(cast("dict[str, Any]", raw))
+    except ModelFileError as error:
+        raise ModelFileError(f"{path}: {error}") from None
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Build a ModelConfig from the parsed JSON of either published layout.
+
+    Raises ModelFileError with every missing key, or with the first value that cannot be.
+    """
+    is_nested = "text_config" in raw
+    keys = _Keys({**raw, **raw.get("text_config", {})})
+    model_type = raw.get("model_type", MODEL_TYPE if "dim" in raw else None)
+    if model_type != MODEL_TYPE:
+        raise ModelFileError(f"model_type is {model_type!r}, this engine runs {MODEL_TYPE!r} only")
+    _check_quantization(raw.get("quantization_config"), is_required=is_nested)
+    keys.require_values(_REQUIRED_VALUES)
+    if keys.optional("tie_word_embeddings", False):
+        raise ModelFileError("tie_word_embeddings is true, but the model has a head of its own")
+    fields: dict[str, Any] = dict(
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"),
+        moe_intermediate_size=keys.integer("moe_intermediate_size"),
+        num_hidden_layers=keys.integer("num_hidden_layers"),
+        num_attention_heads=keys.integer("num_attention_heads"),
+        head_dim=keys.integer("head_dim"),
+        qk_rope_head_dim=keys.integer("qk_rope_head_dim"),
+        q_lora_rank=keys.integer("q_lora_rank"),
+        o_lora_rank=keys.integer("o_lora_rank"),
+        o_groups=keys.integer("o_groups"),
+        swiglu_limit=keys.number("swiglu_limit"),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        max_position_embeddings=keys.integer("max_position_embeddings"),
+        rope_theta=keys.number("rope_theta"),
+        compress_rope_theta=keys.number("compress_rope_theta"),
+        yarn=_parse_yarn(keys),
+        n_routed_experts=keys.integer("n_routed_experts"),
+        n_shared_experts=keys.integer("n_shared_experts"),
+        num_experts_per_tok=keys.integer("num_experts_per_tok"),
+        norm_topk_prob=bool(keys.take("norm_topk_prob")),
+        routed_scaling_factor=keys.number("routed_scaling_factor"),
+        # UNVERIFIED: whether the released file has the key; 1.0 leaves the router as it is.
+        gate_temp=float(keys.optional("gate_temp", 1.0)),
+        sliding_window=keys.integer("sliding_window"),
+        compress_ratios=keys.integers("compress_ratios"),
+        kv_source_layer_ids=keys.integers("kv_source_layer_ids"),
+        index_source_layer_ids=keys.integers("index_source_layer_ids"),
+        index_n_heads=keys.integer("index_n_heads"),
+        index_head_dim=keys.integer("index_head_dim"),
+        index_topk=keys.integer("index_topk"),
+        candidate_source_layer_id=keys.integer("candidate_source_layer_id", minimum=-1),
+        candidate_topk_blocks=keys.integer("candidate_topk_blocks"),
+        candidate_block_size=keys.integer("candidate_block_size"),
+        hc_mult=keys.integer("hc_mult"),
+        hc_sinkhorn_iters=keys.integer("hc_sinkhorn_iters"),
+        hc_eps=keys.number("hc_eps"),
+        bos_token_id=keys.integer("bos_token_id", minimum=0),
+        eos_token_id=keys.integer("eos_token_id", minimum=0),
+        pad_token_id=keys.integer("pad_token_id", minimum=0),
+        image_token_id=keys.integer("image_token_id", minimum=0),
+        engram=_parse_engram(keys),
+        draft=_parse_draft(keys),
+        vision=_parse_vision(raw.get("vision_config")),
+    )
+    # Missing keys come first: a check across fields would stumble over their stand-ins.
+    keys.finish()
+    return ModelConfig(**fields)
+
+
+class _Keys:
+    """The merged keys, by their nested names; remembers which were used and which are missing."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.values = {_ALIASES.get(key, key): value for key, value in raw.items()}
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+
+    def optional(self, key: str, default: Any) -> Any:
+        self.used.add(key)
+        return self.values.get(key, default)
+
+    def take(self, key: str, stand_in: Any = None) -> Any:
+        """The value, or `stand_in` for a missing key, which `finish` will report."""
+        if key not in self.values:
+            self.missing.append(key)
+        return self.optional(key, stand_in)
+
+    def integer(self, key: str, minimum: int = 1) -> int:
+        value = self.take(key, minimum)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ModelFileError(f"{key} is {value!r}, it must be an integer of at least {minimum}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.take(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ModelFileError(f"{key} is {value!r}, it must be a number above 0")
+        return float(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self.take(key, [])
+        if not isinstance(value, list) or any(
+            isinstance(item, bool) or not isinstance(item, int) or item < 0
+            for item in cast("list[Any]", value)
+        ):
+            raise ModelFileError(f"{key} is {value!r}, it must be a list of integers from 0 up")
+        return tuple(cast("list[int]", value))
+
+    def require_values(self, required: Mapping[str, Any]) -> None:
+        for key, expected in required.items():
+            value = self.take(key, expected)
+            if value != expected:
+                raise ModelFileError(f"{key} is {value!r}, this engine computes {expected!r} only")
+
+    def finish(self) -> None:
+        """Report every missing key at once, then every key that nobody asked for."""
+        if self.missing:
+            raise ModelFileError(f"missing {', '.join(sorted(self.missing))}")
+        unknown = sorted(set(self.values) - self.used - _SILENT_KEYS)
+        changing = [
+            key
+            for key in unknown
+            if key.startswith(tuple(_COMPUTING_FAMILIES)) and self.values[key] not in _NULLS
+        ]
+        if changing:
+            raise ModelFileError(
+                f"unknown {', '.join(changing)} would change the computation, "
+                "and this engine does not know how"
+            )
+        if unknown:
+            log.warning("config.json: unknown keys are ignored: %s", ", ".join(unknown))
+
+
+def _check_quantization(raw: Any, *, is_required: bool) -> None:
+    if raw is None and not is_required:
+        return
+    found: Mapping[str, Any] = raw or {}
+    for key, expected in _QUANTIZATION.items():
+        if found.get(key) != expected:
+            raise ModelFileError(
+                f"quantization_config.{key} is {found.get(key)!r}, "
+                f"this engine reads the released format with {expected!r} only"
+            )
+
+
+def _parse_yarn(keys: _Keys) -> YarnConfig:
+    scaling = keys.optional("rope_scaling", None)
+    if isinstance(scaling, dict):
+        nested = cast("dict[str, Any]", scaling)
+        # UNVERIFIED: which of the two spellings the released file has.
+        kind = nested.get("rope_type", nested.get("type"))
+        if kind != "yarn":
+            raise ModelFileError(f"rope_scaling has type {kind!r}, this engine computes 'yarn'")
+        known = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+        unknown = sorted(set(nested) - {*known, "rope_type", "type"})
+        if unknown:
+            raise ModelFileError(
+                f"rope_scaling has unknown {', '.join(unknown)}, which would change the rotation"
+            )
+        keys.values.update({key: nested[key] for key in known if key in nested})
+    return YarnConfig(
+        factor=keys.number("factor"),
+        beta_fast=keys.number("beta_fast"),
+        beta_slow=keys.number("beta_slow"),
+        original_max_position_embeddings=keys.integer("original_max_position_embeddings"),
+    )
+
+
+def _parse_engram(keys: _Keys) -> EngramConfig | None:
+    layer_ids = keys.integers("engram_layer_ids")
+    engram = EngramConfig(
+        layer_ids=layer_ids,
+        num_embeddings=keys.integers("engram_num_embeddings"),
+        max_ngram_size=keys.integer("engram_max_ngram_size", minimum=2),
+        vocab_size=keys.integer("engram_vocab_size"),
+        n_heads=keys.integer("engram_n_heads"),
+        head_dim=keys.integer("engram_head_dim"),
+        pad_token_id=keys.integer("engram_pad_token_id", minimum=0),
+        compressed_vocab_size=keys.integer("engram_compressed_vocab_size"),
+    )
+    return engram if layer_ids else None
+
+
+def _parse_draft(keys: _Keys) -> DraftConfig | None:
+    if keys.integer("num_nextn_predict_layers", minimum=0) == 0:
+        return None
+    return DraftConfig(
+        num_stages=keys.integer("num_nextn_predict_layers"),
+        block_size=keys.integer("dspark_block_size"),
+        noise_token_id=keys.integer("dspark_noise_token_id", minimum=0),
+        target_layer_ids=keys.integers("dspark_target_layer_ids"),
+        markov_rank=keys.integer("dspark_markov_rank"),
+        n_routed_experts=keys.integer("dspark_n_routed_experts"),
+        num_experts_per_tok=keys.integer("dspark_num_experts_per_tok"),
+    )
+
+
+def _parse_vision(raw: Any) -> VisionConfig | None:
+    if raw is None:
+        return None
+    keys = _Keys(cast("Mapping[str, Any]", raw))
+    vision = VisionConfig(
+        num_hidden_layers=keys.integer("num_hidden_layers"),
+        hidden_size=keys.integer("hidden_size"),
+        num_attention_heads=keys.integer("num_attention_heads"),
+        intermediate_size=keys.integer("intermediate_size"),
+        patch_size=keys.integer("patch_size"),
+        downsample_ratio=keys.integer("downsample_ratio"),
+    )
+    if keys.missing:
+        raise ModelFileError(f"vision_config misses {', '.join(sorted(keys.missing))}")
+    return vision

@@ -1,0 +1,1 @@
+"""The operations of the model, one family a file: the model calls only these."""

@@ -1,0 +1,129 @@
+"""SessionState: everything that the model remembers of one sequence (docs/model.md, section 7).
+
+Rows are packed and storage is logical: a window is a ring of fixed size, compressed rows and index
+keys grow by doubling and are written in place. In place holds only while nobody else keeps a
+reference to a buffer across an update, so nothing here hands out a buffer itself, only what a
+step reads from it.
+"""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from mlx_engine.config import ModelConfig
+from mlx_engine.formats import CacheFormats
+from mlx_engine.ops.attention import WindowRows
+
+_FIRST_ROWS = 256
+# Doubling ends here, so that a long context never holds more than this many unused rows a source.
+_MAX_GROWTH_ROWS = 1 << 16
+
+
+class Window:
+    """The newest `capacity` packed rows of one layer, a ring with slot = position mod capacity."""
+
+    def __init__(self, capacity: int, words: int) -> None:
+        self.rows: mx.array = mx.zeros((capacity, words), dtype=mx.uint32)
+        self.end = 0
+        self.count = 0
+
+    def extend(self, new: mx.array, first_position: int) -> WindowRows:
+        """Append rows [N, words] from `first_position` on; return what their queries can see.
+
+        A gap before them drops the older rows: the caller leaves one only where no later query
+        reaches back over it.
+        """
+        N, capacity = new.shape[0], self.rows.shape[0]
+        if first_position != self.end:
+            self.count = 0
+        if N == 1 and self.count >= capacity - 1:
+            slot = mx.array([first_position % capacity])
+            self.rows = mx.slice_update(self.rows, new, slot, axes=[0])
+            self.end, self.count = first_position + 1, capacity
+            return WindowRows(self.rows, None)
+        kept = min(self.count, capacity - 1)
+        ordered = mx.concatenate([self._ordered(kept), new], axis=0)
+        self.end = first_position + N
+        self.count = min(kept + N, capacity)
+        newest = ordered[-self.count :]
+        if self.count < capacity:
+            newest = mx.pad(newest, [(capacity - self.count, 0), (0, 0)])
+        # `newest` ends at position end - 1; turn it so that each row sits at its own slot.
+        self.rows = mx.roll(newest, self.end % capacity, 0)
+        return WindowRows(ordered, first_position - kept)
+
+    def _ordered(self, count: int) -> mx.array:
+        """The newest `count` rows by ascending position: [count, words]."""
+        turned = mx.roll(self.rows, -(self.end % self.rows.shape[0]), 0)
+        return turned[turned.shape[0] - count :]
+
+
+class GrowingRows:
+    """Packed rows of a compressed layer, appended in place."""
+
+    def __init__(self, words: int) -> None:
+        self.buffer: mx.array = mx.zeros((0, words), dtype=mx.uint32)
+        self.length = 0
+
+    def append(self, new: mx.array) -> None:
+        """Add rows [G, words] at the end."""
+        needed = self.length + new.shape[0]
+        capacity = self.buffer.shape[0]
+        if needed > capacity:
+            growth = max(_FIRST_ROWS, min(capacity, _MAX_GROWTH_ROWS), needed - capacity)
+            self.buffer = mx.pad(self.buffer, [(0, growth), (0, 0)])
+        self.buffer = mx.slice_update(self.buffer, new, mx.array([self.length]), axes=[0])
+        self.length = needed
+
+    def view(self) -> mx.array:
+        """The rows so far [length, words]; let it go before the next append."""
+        return self.buffer[: self.length]
+
+
+class PendingGroup:
+    """The raw rows of a group of R tokens that is not full yet: f32 [n, head_dim] each."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.kv = mx.zeros((0, head_dim))
+        self.gate = mx.zeros((0, head_dim))
+
+
+class SessionState:
+    """One sequence's windows, compressed rows, index keys and pending groups.
+
+    `position` counts the tokens below the last source of compressed rows. The layers above it may
+    lag behind during a prefill and have caught up whenever a call of Model returns logits.
+    """
+
+    def __init__(self, config: ModelConfig, formats: CacheFormats | None = None) -> None:
+        self.formats = formats or CacheFormats()
+        self.position = 0
+        window_words = self.formats.window.words(config.head_dim)
+        compressed_words = self.formats.compressed.words(config.head_dim)
+        index_words = self.formats.index.words(config.index_head_dim)
+        sources = config.kv_source_layer_ids
+        self.windows = [
+            Window(config.sliding_window, window_words) for _ in range(config.num_hidden_layers)
+        ]
+        self.compressed = {source: GrowingRows(compressed_words) for source in sources}
+        self.index_keys = {source: GrowingRows(index_words) for source in sources}
+        self.pending = {
+            source: PendingGroup(config.head_dim)
+            for source in sources
+            if config.compress_ratios[source] > 1
+        }
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Every array of the state: what a step must have computed before the next one starts."""
+        for window in self.windows:
+            yield window.rows
+        for rows in (*self.compressed.values(), *self.index_keys.values()):
+            yield rows.buffer
+        for group in self.pending.values():
+            yield group.kv
+            yield group.gate
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held in memory, spare capacity included."""
+        return sum(array.nbytes for array in self.arrays())
