@@ -5,7 +5,7 @@ in ops/. Shapes: T tokens of the chunk, Q queries (the last tokens of it whose o
 hc streams, D hidden_size, V vocab_size. Section numbers refer to docs/model.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_engine.config import ModelConfig
+from mlx_engine.engram import EngramRows
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
 from mlx_engine.ops.attention import SelectedRows, sparse_attention
 from mlx_engine.ops.compressor import compressed_rows, index_keys, pool_groups
@@ -31,9 +32,6 @@ from mlx_engine.ops.rope import Rotation, rotate, rotation
 from mlx_engine.ops.router import route
 from mlx_engine.state import SessionState
 from mlx_engine.weights import AttentionWeights, FfnWeights, IndexerWeights, MhcWeights, Weights
-
-# layer -> the chunk's Engram rows: codes [T, columns, head_dim], scales [T, columns, head_dim/32].
-EngramRows = Callable[[int], tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,14 @@ class Model:
         self.plans = layer_plan(config)
 
     def forward(
-        self, token_ids: Sequence[int], state: SessionState, engram_rows: EngramRows
+        self, token_ids: Sequence[int], state: SessionState, engram_rows: EngramRows | None
     ) -> mx.array:
         """Run T tokens that follow the state through all layers: f32 logits [T, V]."""
         boundary = self.encode(token_ids, state, engram_rows)
         return self.head(*self.decode(boundary, state))
 
     def encode(
-        self, token_ids: Sequence[int], state: SessionState, engram_rows: EngramRows
+        self, token_ids: Sequence[int], state: SessionState, engram_rows: EngramRows | None
     ) -> Boundary:
         """Run the layers below the last kv source, and publish that source's rows.
 
@@ -157,13 +155,14 @@ class Model:
         layer: int,
         streams: mx.array,
         pre: mx.array,
-        engram_rows: EngramRows,
+        engram_rows: EngramRows | None,
         state: SessionState,
     ) -> tuple[mx.array, mx.array]:
         """Engram, the attention's input x [T, D], and the compressed rows made from it."""
         plan, w, eps = self.plans[layer], self.weights.layers[layer], self.config.rms_norm_eps
         if w.engram is not None:
-            codes, scales = engram_rows(layer)
+            assert engram_rows is not None
+            codes, scales = engram_rows.result(layer)
             streams = engram_gate(streams, mx.array(codes), mx.array(scales), w.engram, eps)
         x = mhc_collapse_norm(streams, pre, w.attn_norm, eps)
         if plan.kind is LayerKind.FULL:

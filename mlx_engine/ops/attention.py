@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_engine.formats import CacheFormats
+from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.rope import Rotation, rotate
 
 # Queries of a tile: its window slab is at most this much longer than the window itself.
@@ -108,9 +109,9 @@ def _attend(
     scores: list[mx.array] = []
     for rows, mask in zip(keys, masks, strict=True):
         if rows.ndim == 2:
-            score = (q.reshape(Q * H, D) @ rows.T).reshape(Q, H, -1)
+            score = times_transposed(q.reshape(Q * H, D), rows).reshape(Q, H, -1)
         else:
-            score = q @ rows.swapaxes(-1, -2)  # [Q, H, n]
+            score = times_transposed(q, rows)  # [Q, H, n]
         scores.append(score if mask is None else mx.where(mask[:, None, :], score, -mx.inf))
     scores.append(mx.broadcast_to(sinks[None, :, None], (Q, H, 1)))
     weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1)

@@ -6,6 +6,7 @@ activation dtype between sublayers.
 
 import mlx.core as mx
 
+from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.weights import MhcWeights
 
@@ -21,7 +22,7 @@ def mhc_coefficients(
     T, hc, _ = streams.shape
     flat = streams.reshape(T, -1).astype(mx.float32)
     rms = mx.rsqrt(mx.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
-    mix = (flat @ w.fn.T) * rms  # [T, (2 + hc) * hc]: pre, post, comb
+    mix = times_transposed(flat, w.fn) * rms  # [T, (2 + hc) * hc]: pre, post, comb
     pre = mx.sigmoid(mix[:, :hc] * w.scale[0] + w.base[:hc]) + hc_eps
     post = 2 * mx.sigmoid(mix[:, hc : 2 * hc] * w.scale[1] + w.base[hc : 2 * hc])
     comb = (mix[:, 2 * hc :] * w.scale[2] + w.base[2 * hc :]).reshape(T, hc, hc)

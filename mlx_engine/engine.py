@@ -1,0 +1,269 @@
+"""Engine: the loaded model, and the one way in for programs.
+
+`load` opens a checkpoint; `logits`, `generate` and `respond` use it. Callers hand over token ids
+or requests and never see an array of the device. One thread at a time.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_engine.checkpoint import Checkpoint, load_weights, open_checkpoint
+from mlx_engine.config import ModelConfig
+from mlx_engine.engram import EngramHash, EngramReader
+from mlx_engine.engram_table import EngramStats, TableLocation
+from mlx_engine.errors import BadRequest, ContextTooLong
+from mlx_engine.model import Model
+from mlx_engine.respond import Event, Progress, Request, respond
+from mlx_engine.sampling import Sampler, Sampling
+from mlx_engine.session import CHUNK_TOKENS, Prefill, Session
+from mlx_engine.state import SessionState
+from mlx_engine.token_map import load_token_map
+from mlx_engine.tokenizer import Tokenizer
+
+Dtype = Literal["bfloat16", "float32"]
+DTYPES: dict[Dtype, mx.Dtype] = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+
+# Rows that many prompts share are read from memory; as released this holds two million of them.
+_ENGRAM_CACHE_BYTES = 512 * 2**20
+
+
+def load(
+    path: str | Path,
+    dtype: Dtype = "bfloat16",
+    *,
+    context_tokens: int | None = None,
+    prefill: Prefill = "short",
+    chunk_tokens: int = CHUNK_TOKENS,
+    cache_dir: Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> "Engine":
+    """Load the checkpoint in a directory.
+
+    dtype: of the activations between sublayers. context_tokens: prompt and answer together, the
+    model's own limit by default. prefill: "full" runs all layers on all tokens of a prompt, for
+    comparison. cache_dir: where the tokenizer's canonical map is kept, None for nowhere.
+    on_progress: told bytes read and bytes in all. Raises BadRequest for an impossible argument,
+    ModelFileError for a damaged or foreign checkpoint, and DeviceError when it cannot fit, before
+    a weight is read.
+    """
+    if dtype not in DTYPES:
+        raise BadRequest(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
+    if prefill not in ("short", "full"):
+        raise BadRequest(f"prefill is {prefill!r}, it must be short or full")
+    directory = Path(path)
+    checkpoint = open_checkpoint(directory)
+    limit = checkpoint.config.max_position_embeddings
+    context_tokens = limit if context_tokens is None else context_tokens
+    if not 1 <= context_tokens <= limit:
+        raise BadRequest(f"the context is {context_tokens} tokens, it must be from 1 to {limit}")
+    tokenizer = Tokenizer.load(directory)
+    engram = _open_engram(checkpoint, cache_dir)
+    try:
+        weights = load_weights(checkpoint, context_tokens, on_progress)
+    except BaseException:
+        if engram is not None:
+            engram.close()
+        raise
+    model = Model(checkpoint.config, weights, DTYPES[dtype])
+    return Engine(
+        model,
+        tokenizer,
+        engram,
+        context_tokens=context_tokens,
+        prefill=prefill,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _open_engram(checkpoint: Checkpoint, cache_dir: Path | None) -> EngramReader | None:
+    engram = checkpoint.config.engram
+    if engram is None:
+        return None
+    token_map = load_token_map(
+        checkpoint.directory / "tokenizer.json", cache_dir, engram.compressed_vocab_size
+    )
+    engram_hash = EngramHash(
+        token_map,
+        layer_ids=engram.layer_ids,
+        num_embeddings=engram.num_embeddings,
+        vocab_size=engram.vocab_size,
+        n_heads=engram.n_heads,
+        max_ngram_size=engram.max_ngram_size,
+        compressed_vocab_size=engram.compressed_vocab_size,
+        pad_token_id=engram.pad_token_id,
+        image_token_id=checkpoint.config.image_token_id,
+    )
+    locations = [
+        TableLocation(
+            path=weight.path,
+            weight_offset=weight.offset,
+            scale_offset=scale.offset,
+            n_rows=weight.shape[0],
+            head_dim=engram.head_dim,
+        )
+        for _, weight, scale in checkpoint.engram_tables()
+    ]
+    return EngramReader(engram_hash, locations, cache_bytes=_ENGRAM_CACHE_BYTES)
+
+
+class Engine:
+    """A loaded model with one session; a context manager that closes the table files."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        engram: EngramReader | None,
+        *,
+        context_tokens: int,
+        prefill: Prefill = "short",
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.context_tokens = context_tokens
+        self._model = model
+        self._engram = engram
+        self._chunk_tokens = chunk_tokens
+        self._session = Session(model, engram, prefill=prefill, chunk_tokens=chunk_tokens)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The checkpoint's configuration."""
+        return self._model.config
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the session's state holds in memory."""
+        return self._session.state_bytes
+
+    def engram_stats(self) -> EngramStats:
+        """Table rows asked for, found in memory and read since the start."""
+        return EngramStats() if self._engram is None else self._engram.stats()
+
+    def logits(
+        self, token_ids: Sequence[int], positions: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        """Logits of a prompt at full depth: f32 [T, V], or [len(positions), V].
+
+        Computed apart from the session, in chunks. Raises BadRequest for tokens or positions that
+        are not there, ContextTooLong.
+        """
+        self._check_tokens(token_ids, answer_tokens=0)
+        T = len(token_ids)
+        wanted = np.arange(T) if positions is None else np.array(positions, dtype=np.int64)
+        if wanted.size and not (0 <= wanted.min() and wanted.max() < T):
+            raise BadRequest(f"positions must be from 0 to {T - 1}, the prompt's last token")
+        state = SessionState(self.config)
+        result = np.empty((len(wanted), self.config.vocab_size), dtype=np.float32)
+        for first in range(0, T, self._chunk_tokens):
+            chunk = token_ids[first : first + self._chunk_tokens]
+            rows = None
+            if self._engram is not None:
+                known = token_ids[max(first - self._engram.hash.history_tokens, 0) : first]
+                rows = self._engram.prefetch(_int64(chunk), _int64(known))
+            streams, pre = self._model.decode(self._model.encode(chunk, state, rows), state)
+            inside = np.flatnonzero((wanted >= first) & (wanted < first + len(chunk)))
+            mx.eval(*state.arrays())
+            if inside.size:
+                at = mx.array(wanted[inside] - first)
+                result[inside] = np.array(self._model.head(streams[at], pre[at]))
+        return result
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Generator[int, None, Literal["stop", "length"]]:
+        """Yield the tokens that follow a prompt; return "stop" at the EOS, or "length".
+
+        The EOS is not yielded; `ignore_eos` goes on past it. The session keeps what the last call
+        computed, so a prompt that continues it starts there. `on_progress` is told the prompt's
+        tokens done and in all: first those known already, then after each chunk; what it raises
+        stops the work. Raises BadRequest, and ContextTooLong when prompt and answer pass the
+        context.
+        """
+        sampling = Sampling(temperature=temperature, top_p=top_p, min_p=min_p, seed=seed)
+        if max_tokens < 1:
+            raise BadRequest(f"max_tokens is {max_tokens}, it must be at least 1")
+        self._check_tokens(token_ids, answer_tokens=max_tokens)
+        return self._generate(token_ids, max_tokens, Sampler(sampling), ignore_eos, on_progress)
+
+    def _generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        ignore_eos: bool,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> Generator[int, None, Literal["stop", "length"]]:
+        logits = self._session.sync(token_ids, on_progress)
+        for left in range(max_tokens, 0, -1):
+            # The id must reach the host each step: the next token's Engram rows depend on it.
+            token_id = int(sampler(logits).item())
+            if token_id == self.config.eos_token_id and not ignore_eos:
+                return "stop"
+            yield token_id
+            if left > 1:
+                logits = self._session.step(token_id)
+        return "length"
+
+    def respond(
+        self,
+        request: Request,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Event]:
+        """Answer a request with events, the last one an End; see `respond.respond`."""
+        return respond(self, request, on_progress=on_progress, cancelled=cancelled)
+
+    def close(self) -> None:
+        """Close the table files."""
+        if self._engram is not None:
+            self._engram.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_tokens(self, token_ids: Sequence[int], answer_tokens: int) -> None:
+        T, config = len(token_ids), self.config
+        if T == 0:
+            raise BadRequest("the prompt is empty: give at least one token")
+        ids = _int64(token_ids)
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            raise BadRequest(
+                f"a prompt's token ids must be from 0 to {config.vocab_size - 1}, "
+                f"this one has {ids.min()} to {ids.max()}"
+            )
+        if (ids == config.image_token_id).any():
+            raise BadRequest("the prompt holds an image token, and this engine reads text only")
+        if T + answer_tokens > self.context_tokens:
+            raise ContextTooLong(
+                f"{T} tokens of prompt and {answer_tokens} of answer pass the context of "
+                f"{self.context_tokens} tokens: shorten one, or load with a longer context"
+            )
+
+
+def _int64(token_ids: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(token_ids, dtype=np.int64)
