@@ -1,8 +1,68 @@
 """ds41: an engine for one model, DeepSeek-V4.1-Flash, on a machine you own.
 
-`load(path)` gives an `Engine`; everything else hangs off it.
+    import mlx_engine
+
+    with mlx_engine.load("DeepSeek-V4.1-Flash") as engine:
+        for event in engine.respond(mlx_engine.Request("Hello")):
+            ...
+
+The names below are the whole public interface. They are imported on first use, so that
+`import mlx_engine` alone costs nothing.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_engine.answer import ReasoningDelta, TextDelta
+    from mlx_engine.engine import Engine, load
+    from mlx_engine.errors import (
+        BadRequest,
+        CacheCorrupt,
+        Cancelled,
+        ContextTooLong,
+        DeviceError,
+        EngineError,
+        ModelFileError,
+    )
+    from mlx_engine.prompt import Message
+    from mlx_engine.respond import End, Event, Progress, Request
+    from mlx_engine.sampling import Sampling
+
+__all__ = [
+    "BadRequest",
+    "CacheCorrupt",
+    "Cancelled",
+    "ContextTooLong",
+    "DeviceError",
+    "End",
+    "Engine",
+    "EngineError",
+    "Event",
+    "Message",
+    "ModelFileError",
+    "Progress",
+    "ReasoningDelta",
+    "Request",
+    "Sampling",
+    "TextDelta",
+    "load",
+]
 
 __version__ = version("ds41")
+
+_HOMES = {
+    "answer": ("ReasoningDelta", "TextDelta"),
+    "engine": ("Engine", "load"),
+    "prompt": ("Message",),
+    "respond": ("End", "Event", "Progress", "Request"),
+    "sampling": ("Sampling",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "errors")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -118,7 +118,7 @@ class ModelConfig:
     @property
     def last_kv_source(self) -> int:
         """The layer above which the past arrives only through its rows and the windows."""
-        return max(self.kv_source_layer_ids, default=0)
+        return max(self.kv_source_layer_ids, default=self.num_hidden_layers - 1)
 
     def reach_tokens(self, layer: int) -> int:
         """How many of the last inputs of `layer` the state and logits at the end depend on.
@@ -207,6 +207,17 @@ def _check_layers(config: ModelConfig) -> None:
     if any(ratios[layers:]):
         raise ModelFileError("compress_ratios of the draft stages must be 0")
     engram = config.engram
+    if engram is not None and engram.layer_ids[-1] > config.last_kv_source:
+        raise ModelFileError(
+            f"engram_layer_ids {list(engram.layer_ids)} pass layer {config.last_kv_source}, the "
+            "last kv source, above which this engine runs the end of a prompt only"
+        )
+    if engram is not None and min(engram.num_embeddings, default=0) < 1:
+        raise ModelFileError(f"engram_num_embeddings {list(engram.num_embeddings)} must be above 0")
+    if engram is not None and engram.pad_token_id >= config.vocab_size:
+        raise ModelFileError(
+            f"engram_pad_token_id is {engram.pad_token_id}, beyond vocab_size {config.vocab_size}"
+        )
     if engram is not None and (
         len(engram.num_embeddings) != len(engram.layer_ids)
         or list(engram.layer_ids) != sorted(set(engram.layer_ids))

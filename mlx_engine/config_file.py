@@ -7,6 +7,7 @@ keys that are missing, unknown or unsupported. Section numbers refer to docs/mod
 import json
 import logging
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,11 +98,12 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises ModelFileError with every missing key, or with the first value that cannot be.
     """
     is_nested = "text_config" in raw
-    keys = _Keys({**raw, **raw.get("text_config", {})})
+    keys = _Keys({**raw, **_section(raw, "text_config")})
     model_type = raw.get("model_type", MODEL_TYPE if "dim" in raw else None)
     if model_type != MODEL_TYPE:
         raise ModelFileError(f"model_type is {model_type!r}, this engine runs {MODEL_TYPE!r} only")
-    _check_quantization(raw.get("quantization_config"), is_required=is_nested)
+    if is_nested or "quantization_config" in raw:
+        _check_quantization(_section(raw, "quantization_config"))
     keys.require_values(_REQUIRED_VALUES)
     if keys.optional("tie_word_embeddings", False):
         raise ModelFileError("tie_word_embeddings is true, but the model has a head of its own")
@@ -125,10 +127,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         n_routed_experts=keys.integer("n_routed_experts"),
         n_shared_experts=keys.integer("n_shared_experts"),
         num_experts_per_tok=keys.integer("num_experts_per_tok"),
-        norm_topk_prob=bool(keys.take("norm_topk_prob")),
+        norm_topk_prob=keys.flag("norm_topk_prob"),
         routed_scaling_factor=keys.number("routed_scaling_factor"),
         # UNVERIFIED: whether the released file has the key; 1.0 leaves the router as it is.
-        gate_temp=float(keys.optional("gate_temp", 1.0)),
+        gate_temp=keys.number("gate_temp", default=1.0),
         sliding_window=keys.integer("sliding_window"),
         compress_ratios=keys.integers("compress_ratios"),
         kv_source_layer_ids=keys.integers("kv_source_layer_ids"),
@@ -148,17 +150,31 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         image_token_id=keys.integer("image_token_id", minimum=0),
         engram=_parse_engram(keys),
         draft=_parse_draft(keys),
-        vision=_parse_vision(raw.get("vision_config")),
+        vision=_parse_vision(_section(raw, "vision_config")),
     )
     # Missing keys come first: a check across fields would stumble over their stand-ins.
     keys.finish()
     return ModelConfig(**fields)
 
 
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object at a key of the top level, empty where the key is not there."""
+    section = raw.get(key, {})
+    if not isinstance(section, dict):
+        raise ModelFileError(f"{key} is {section!r}, it must be an object")
+    return cast("dict[str, Any]", section)
+
+
 class _Keys:
     """The merged keys, by their nested names; remembers which were used and which are missing."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
+        for alias, name in _ALIASES.items():
+            if alias in raw and name in raw and raw[alias] != raw[name]:
+                raise ModelFileError(
+                    f"{alias} is {raw[alias]!r} and {name} is {raw[name]!r}, "
+                    "but they are two names of one key"
+                )
         self.values = {_ALIASES.get(key, key): value for key, value in raw.items()}
         self.used: set[str] = set()
         self.missing: list[str] = []
@@ -179,11 +195,18 @@ class _Keys:
             raise ModelFileError(f"{key} is {value!r}, it must be an integer of at least {minimum}")
         return value
 
-    def number(self, key: str) -> float:
-        value = self.take(key, 1.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.take(key, 1.0) if default is None else self.optional(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < inf:
             raise ModelFileError(f"{key} is {value!r}, it must be a number above 0")
         return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.take(key, False)
+        if not isinstance(value, bool):
+            raise ModelFileError(f"{key} is {value!r}, it must be true or false")
+        return value
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.take(key, [])
@@ -219,10 +242,7 @@ class _Keys:
             log.warning("config.json: unknown keys are ignored: %s", ", ".join(unknown))
 
 
-def _check_quantization(raw: Any, *, is_required: bool) -> None:
-    if raw is None and not is_required:
-        return
-    found: Mapping[str, Any] = raw or {}
+def _check_quantization(found: Mapping[str, Any]) -> None:
     for key, expected in _QUANTIZATION.items():
         if found.get(key) != expected:
             raise ModelFileError(
@@ -236,9 +256,9 @@ def _parse_yarn(keys: _Keys) -> YarnConfig:
     if isinstance(scaling, dict):
         nested = cast("dict[str, Any]", scaling)
         # UNVERIFIED: which of the two spellings the released file has.
-        kind = nested.get("rope_type", nested.get("type"))
-        if kind != "yarn":
-            raise ModelFileError(f"rope_scaling has type {kind!r}, this engine computes 'yarn'")
+        kinds = [nested[key] for key in ("rope_type", "type") if key in nested]
+        if not kinds or any(kind != "yarn" for kind in kinds):
+            raise ModelFileError(f"rope_scaling has types {kinds}, this engine computes 'yarn'")
         known = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
         unknown = sorted(set(nested) - {*known, "rope_type", "type"})
         if unknown:
@@ -270,10 +290,12 @@ def _parse_engram(keys: _Keys) -> EngramConfig | None:
 
 
 def _parse_draft(keys: _Keys) -> DraftConfig | None:
-    if keys.integer("num_nextn_predict_layers", minimum=0) == 0:
+    num_stages = keys.integer("num_nextn_predict_layers", minimum=0)
+    if num_stages == 0:
+        keys.used.update(key for key in keys.values if key.startswith("dspark_"))
         return None
     return DraftConfig(
-        num_stages=keys.integer("num_nextn_predict_layers"),
+        num_stages=num_stages,
         block_size=keys.integer("dspark_block_size"),
         noise_token_id=keys.integer("dspark_noise_token_id", minimum=0),
         target_layer_ids=keys.integers("dspark_target_layer_ids"),
@@ -283,10 +305,10 @@ def _parse_draft(keys: _Keys) -> DraftConfig | None:
     )
 
 
-def _parse_vision(raw: Any) -> VisionConfig | None:
-    if raw is None:
+def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig | None:
+    if not raw:
         return None
-    keys = _Keys(cast("Mapping[str, Any]", raw))
+    keys = _Keys(raw)
     vision = VisionConfig(
         num_hidden_layers=keys.integer("num_hidden_layers"),
         hidden_size=keys.integer("hidden_size"),

@@ -7,7 +7,7 @@ or requests and never see an array of the device. One thread at a time.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, cast
 
 import mlx.core as mx
 import numpy as np
@@ -72,6 +72,7 @@ def load(
         raise
     model = Model(checkpoint.config, weights, DTYPES[dtype])
     return Engine(
+        directory,
         model,
         tokenizer,
         engram,
@@ -117,6 +118,7 @@ class Engine:
 
     def __init__(
         self,
+        directory: Path,
         model: Model,
         tokenizer: Tokenizer,
         engram: EngramReader | None,
@@ -125,6 +127,7 @@ class Engine:
         prefill: Prefill = "short",
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
+        self.directory = directory
         self.tokenizer = tokenizer
         self.context_tokens = context_tokens
         self._model = model
@@ -141,6 +144,10 @@ class Engine:
     def state_bytes(self) -> int:
         """Bytes that the session's state holds in memory."""
         return self._session.state_bytes
+
+    def reset(self) -> None:
+        """Forget what the session has computed."""
+        self._session.reset()
 
     def engram_stats(self) -> EngramStats:
         """Table rows asked for, found in memory and read since the start."""
@@ -212,7 +219,7 @@ class Engine:
         logits = self._session.sync(token_ids, on_progress)
         for left in range(max_tokens, 0, -1):
             # The id must reach the host each step: the next token's Engram rows depend on it.
-            token_id = int(sampler(logits).item())
+            token_id = cast(int, sampler(logits).item())
             if token_id == self.config.eos_token_id and not ignore_eos:
                 return "stop"
             yield token_id

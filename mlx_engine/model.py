@@ -19,12 +19,7 @@ from mlx_engine.ops.attention import SelectedRows, sparse_attention
 from mlx_engine.ops.compressor import compressed_rows, index_keys, pool_groups
 from mlx_engine.ops.engram import engram_gate
 from mlx_engine.ops.experts import moe
-from mlx_engine.ops.indexer import (
-    candidate_blocks,
-    index_scores,
-    mask_candidates,
-    select_rows,
-)
+from mlx_engine.ops.indexer import IndexQueries, choose_rows
 from mlx_engine.ops.linear import fp8_linear, grouped_output, linear_f32
 from mlx_engine.ops.mhc import mhc_coefficients, mhc_collapse_norm, mhc_expand
 from mlx_engine.ops.norm import rms_norm
@@ -292,20 +287,23 @@ class Model:
         Q, heads, D = x.shape[0], config.index_n_heads, config.index_head_dim
         q = rotate(fp8_linear(qr, w.wq_b).reshape(Q, heads, D), chunk.at(plan, Q))
         fmt = state.formats.index
-        q = fmt.unpack(fmt.pack(q), D)
-        head_weights = linear_f32(x, w.weights_proj) * (D**-0.5 * heads**-0.5)
-        visible = mx.array(chunk.visible(plan, Q))
-        scores = index_scores(q, head_weights, keys.view(), visible, fmt)
+        queries = IndexQueries(
+            q=fmt.unpack(fmt.pack(q), D),
+            head_weights=linear_f32(x, w.weights_proj) * (D**-0.5 * heads**-0.5),
+            visible=mx.array(chunk.visible(plan, Q)),
+        )
+        rows, blocks = choose_rows(
+            queries,
+            keys.view(),
+            fmt,
+            k=config.index_topk,
+            block_size=config.candidate_block_size,
+            topk_blocks=config.candidate_topk_blocks if makes_candidates else None,
+            candidates=None if candidates is None else candidates[-Q:],
+        )
+        chunk.selections[plan.layer] = rows
         if makes_candidates:
-            chunk.candidates = candidate_blocks(
-                scores,
-                visible,
-                block_size=config.candidate_block_size,
-                topk_blocks=config.candidate_topk_blocks,
-            )
-        if candidates is not None:
-            scores = mask_candidates(scores, candidates[-Q:], config.candidate_block_size)
-        chunk.selections[plan.layer] = select_rows(scores, config.index_topk)
+            chunk.candidates = blocks
 
     def _ffn(self, w: FfnWeights, x: mx.array) -> mx.array:
         """Section 3.7."""

@@ -23,10 +23,11 @@ CHUNK_TOKENS = 2048
 
 
 class Session:
-    """A timeline over a model; `prefill` "full" runs every layer on every token of a prompt.
+    """A timeline over a model, and the only writer of its `state`.
 
-    "short" runs the layers above the last source of compressed rows only on the tokens that the
-    last token's logits and the windows depend on, which gives the same result.
+    `prefill` "full" runs every layer on every token of a prompt; "short" runs the layers above the
+    last source of compressed rows only on the tokens that the last token's logits and the windows
+    depend on, which gives the same result.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Session:
     def reset(self) -> None:
         """Forget the timeline."""
         self._token_ids: list[int] = []
-        self._state = SessionState(self._model.config, self._formats)
+        self.state = SessionState(self._model.config, self._formats)
         self._logits = mx.zeros((0,))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the state in memory."""
-        return self._state.n_bytes
+        return self.state.n_bytes
 
     def sync(
         self, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
@@ -93,7 +94,7 @@ class Session:
             raise
 
     def _run(self, new_ids: Sequence[int], report: Callable[[int], None]) -> None:
-        model, state, is_short = self._model, self._state, self._prefill == "short"
+        model, state, is_short = self._model, self.state, self._prefill == "short"
         reach = model.config.reach_tokens(model.config.last_kv_source)
         size = self._chunk_tokens
         chunks = [new_ids[first : first + size] for first in range(0, len(new_ids), size)]

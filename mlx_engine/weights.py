@@ -7,6 +7,7 @@ section 2.3); dimensions: D hidden_size, V vocab_size, H heads, E experts, I moe
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
 import mlx.core as mx
 
@@ -49,6 +50,14 @@ class MhcWeights:
     fn: mx.array
     base: mx.array
     scale: mx.array
+
+    @cached_property
+    def column_scale(self) -> mx.array:
+        """The scale of each of fn's rows, pre, post and comb in turn: f32 [(2+hc)*hc]."""
+        columns = self.base.shape[0]
+        hc = isqrt(columns + 1) - 1  # columns = (hc + 1)^2 - 1
+        counts = (hc, hc, hc * hc)
+        return mx.concatenate([mx.repeat(self.scale[i], n) for i, n in enumerate(counts)])
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Tests of ds41: unit, kernels, engine, and the independent numpy reference they are held against."""
+"""Tests: unit, kernels, engine, and the numpy reference that they are held against."""

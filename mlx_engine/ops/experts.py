@@ -21,21 +21,29 @@ def moe(
     weight multiplies its activation before the down product; the sum is f32.
     """
     T, k = ids.shape
-    is_sorted = T * k >= _SORT_ROWS
-    order = mx.argsort(ids.reshape(-1)) if is_sorted else mx.arange(T * k)
-    rows = ids.reshape(-1)[order]
-    picked = x[order // k][:, None, :]  # [T*k, 1, D]
-    gate = _expert_product(picked, rows, ffn.w1, is_sorted)
-    up = _expert_product(picked, rows, ffn.w3, is_sorted)
-    act = clamped_swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None, None]
-    down = _expert_product(act.astype(x.dtype), rows, ffn.w2, is_sorted)[:, 0, :]
-    if is_sorted:
-        down = down[mx.argsort(order)]
-    routed = mx.sum(down.reshape(T, k, -1), axis=1)
+    if T * k < _SORT_ROWS:
+        # One row stands for its k experts: x [T, 1, 1, D], ids [T, k] -> [T, k, 1, D].
+        routed = _experts(x[:, None, None, :], ids, weights[..., None, None], ffn, limit, False)
+        routed = mx.sum(routed[:, :, 0, :], axis=1)
+    else:
+        # Rows of one expert lie together: x [T*k, 1, D], ids [T*k] -> [T*k, 1, D].
+        order = mx.argsort(ids.reshape(-1))
+        rows, scale = x[order // k][:, None, :], weights.reshape(-1)[order][:, None, None]
+        routed = _experts(rows, ids.reshape(-1)[order], scale, ffn, limit, True)
+        routed = mx.sum(routed[mx.argsort(order)].reshape(T, k, -1), axis=1)
     gate, up = fp8_linear(x, ffn.shared_w1), fp8_linear(x, ffn.shared_w3)
     act = clamped_swiglu(gate.astype(mx.float32), up.astype(mx.float32), limit)
     shared = fp8_linear(act.astype(x.dtype), ffn.shared_w2)
     return (routed + shared.astype(mx.float32)).astype(x.dtype)
+
+
+def _experts(
+    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, limit: float, is_sorted: bool
+) -> mx.array:
+    gate = _expert_product(x, ids, ffn.w1, is_sorted)
+    up = _expert_product(x, ids, ffn.w3, is_sorted)
+    act = clamped_swiglu(gate, up, limit) * weights
+    return _expert_product(act.astype(x.dtype), ids, ffn.w2, is_sorted)
 
 
 def clamped_swiglu(gate: mx.array, up: mx.array, limit: float) -> mx.array:
@@ -44,14 +52,14 @@ def clamped_swiglu(gate: mx.array, up: mx.array, limit: float) -> mx.array:
     return gate * mx.sigmoid(gate) * mx.clip(up, -limit, limit)
 
 
-def _expert_product(x: mx.array, rows: mx.array, w: Fp4, is_sorted: bool) -> mx.array:
-    """x [R, 1, K] times the expert of each row, transposed: f32 [R, 1, N]."""
+def _expert_product(x: mx.array, ids: mx.array, w: Fp4, is_sorted: bool) -> mx.array:
+    """x [.., 1, K] times the experts `ids`, transposed: f32 [.., 1, N]."""
     # MLX's product on the CPU accumulates in its input's type; on the GPU in f32.
     y = mx.gather_qmm(
         x if mx.default_device() == mx.gpu else x.astype(mx.float32),
         w.weight,
         w.scale,
-        rhs_indices=rows,
+        rhs_indices=ids,
         transpose=True,
         group_size=32,
         bits=4,

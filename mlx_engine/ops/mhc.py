@@ -22,16 +22,16 @@ def mhc_coefficients(
     T, hc, _ = streams.shape
     flat = streams.reshape(T, -1).astype(mx.float32)
     rms = mx.rsqrt(mx.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
-    mix = times_transposed(flat, w.fn) * rms  # [T, (2 + hc) * hc]: pre, post, comb
-    pre = mx.sigmoid(mix[:, :hc] * w.scale[0] + w.base[:hc]) + hc_eps
-    post = 2 * mx.sigmoid(mix[:, hc : 2 * hc] * w.scale[1] + w.base[hc : 2 * hc])
-    comb = (mix[:, 2 * hc :] * w.scale[2] + w.base[2 * hc :]).reshape(T, hc, hc)
-    comb = mx.softmax(comb, axis=-1) + hc_eps
-    comb = comb / (mx.sum(comb, axis=-2, keepdims=True) + hc_eps)
+    mix = times_transposed(flat, w.fn) * rms * w.column_scale + w.base  # [T, (2 + hc) * hc]
+    gates = mx.sigmoid(mix[:, : 2 * hc])
+    comb = mx.softmax(mix[:, 2 * hc :].reshape(T, hc, hc), axis=-1) + hc_eps
+    # A product with ones sums an axis, keeps it, and adds the epsilon in the same operation.
+    ones, eps = mx.ones((hc, hc)), mx.array(hc_eps)
+    comb = comb / mx.addmm(eps, ones, comb)
     for _ in range(iters - 1):
-        comb = comb / (mx.sum(comb, axis=-1, keepdims=True) + hc_eps)
-        comb = comb / (mx.sum(comb, axis=-2, keepdims=True) + hc_eps)
-    return pre, post, comb
+        comb = comb / mx.addmm(eps, comb, ones)
+        comb = comb / mx.addmm(eps, ones, comb)
+    return gates[:, :hc] + hc_eps, 2 * gates[:, hc:], comb
 
 
 def mhc_collapse_norm(

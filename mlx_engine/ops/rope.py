@@ -17,7 +17,10 @@ from mlx_engine.config import ModelConfig, YarnConfig
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos, sin: f32 [T, R/2] for T positions and R rotated channels."""
+    """cos, sin: f32 [T, R/2, 2] for T positions and R/2 pairs of rotated channels.
+
+    A pair turns by pair * cos + swapped pair * sin, so sin has its sign of each half.
+    """
 
     cos: mx.array
     sin: mx.array
@@ -37,9 +40,10 @@ def rotation(config: ModelConfig, positions: NDArray[np.int64], *, is_compressed
     frequencies = rope_frequencies(config.qk_rope_head_dim, theta, yarn)
     # The product is f32 as in the vendor's arithmetic; at large positions its rounding shows.
     angles = positions.astype(np.float32)[:, None] * frequencies[None, :]
-    wide = angles.astype(np.float64)
+    cos, sin = np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)
     return Rotation(
-        mx.array(np.cos(wide).astype(np.float32)), mx.array(np.sin(wide).astype(np.float32))
+        mx.array(np.stack([cos, cos], axis=-1).astype(np.float32)),
+        mx.array(np.stack([-sin, sin], axis=-1).astype(np.float32)),
     )
 
 
@@ -69,13 +73,11 @@ def yarn_bounds(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
 
 def rotate(x: mx.array, at: Rotation, *, is_inverse: bool = False) -> mx.array:
     """Rotate the last R channels of x [T, .., D] by its position's angle, in f32, cast back."""
-    half = at.cos.shape[-1]
-    shape = (x.shape[0], *(1 for _ in range(x.ndim - 2)), half)
+    half = at.cos.shape[-2]
+    shape = (x.shape[0], *(1 for _ in range(x.ndim - 2)), half, 2)
     cos, sin = at.cos.reshape(shape), at.sin.reshape(shape)
-    if is_inverse:
-        sin = -sin
-    kept = x[..., : -2 * half]
-    pairs = x[..., -2 * half :].astype(mx.float32).reshape(*x.shape[:-1], half, 2)
-    re, im = pairs[..., 0], pairs[..., 1]
-    turned = mx.stack([re * cos - im * sin, re * sin + im * cos], axis=-1)
-    return mx.concatenate([kept, turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)], axis=-1)
+    kept, pairs = x[..., : -2 * half], x[..., -2 * half :].astype(mx.float32)
+    pairs = pairs.reshape(*x.shape[:-1], half, 2)
+    turned = pairs[..., ::-1] * (-sin if is_inverse else sin)
+    turned = (pairs * cos + turned).reshape(*x.shape[:-1], 2 * half)
+    return mx.concatenate([kept, turned.astype(x.dtype)], axis=-1)

@@ -1,0 +1,92 @@
+"""The command `ds41`: its subcommands, and how a failure leaves the program.
+
+The one place that turns errors into a line on standard error and an exit code: 2 for what the
+caller can put right, 130 for Ctrl-C. Commands are in modules of their own; those that load slowly
+are imported when they are called.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import mlx_engine
+from mlx_engine.cli.download import download_command
+from mlx_engine.cli.run import run_command
+from mlx_engine.errors import EngineError
+
+
+class _Commands(TyperGroup):
+    """Says in one line what was wrong, for this engine's errors and for the command line's."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:
+            # Returns the code of typer.Exit; Ctrl-C is 130 there, and a closed pipe ends quietly.
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except EngineError as error:
+            code = _fail(str(error), 2)
+        except typer.TyperException as error:
+            code = _fail(" ".join(error.format_message().split()), error.exit_code)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"ds41: {message}", err=True)
+    return code
+
+
+app = typer.Typer(
+    name="ds41",
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"ds41 {mlx_engine.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _ds41(  # pyright: ignore[reportUnusedFunction]
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Run DeepSeek-V4.1-Flash in its released form on this machine."""
+    logging.basicConfig(format="ds41: %(message)s")
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("run")(run_command)
+app.command("download")(download_command)
+
+
+@app.command("inspect")
+def _inspect(  # pyright: ignore[reportUnusedFunction]
+    directory: Annotated[Path, typer.Argument(help="The folder that holds the checkpoint.")],
+) -> None:
+    """Show what a checkpoint holds, what of it stays in memory, and whether this machine fits."""
+    from mlx_engine.cli.inspect import inspect_command
+
+    inspect_command(directory)

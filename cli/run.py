@@ -1,0 +1,174 @@
+"""`ds41 run`: one prompt in, its answer out.
+
+Reads options and standard input, and says which checkpoint is meant; what is shown is terminal's
+part, the work the library's. Nothing heavy is imported before the command runs.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event as Flag
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mlx_engine.cli.terminal import Terminal
+from mlx_engine.errors import BadRequest
+from mlx_engine.prompt import Effort
+
+if TYPE_CHECKING:
+    from mlx_engine.respond import End
+
+
+def run_command(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="What to answer; without it, or with -, it is read from stdin."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="DS41_MODEL",
+            help="The checkpoint's folder; without it a tiny random model shows that all works.",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system text.")] = None,
+    effort: Annotated[Effort, typer.Option(help="How long to reason before the answer.")] = "high",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of reasoning and answer.", show_default="by effort, the vendor's"
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token.", show_default="1")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens of this share.", show_default="1"),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Drop tokens below this share of the likeliest.", show_default="0"),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="The same seed gives the same answer.", show_default="a new one"),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+    ] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and answer together.", show_default="the model's"),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat format.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text as it comes.")
+    ] = False,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="Numbers between the layers.")
+    ] = "bfloat16",
+    prefill: Annotated[
+        Literal["short", "full"],
+        typer.Option(help="full runs all layers on all of the prompt, for comparison."),
+    ] = "short",
+) -> None:
+    """Answer a prompt: text to stdout, reasoning, progress and statistics to stderr."""
+    from mlx_engine.engine import load
+    from mlx_engine.respond import Request, respond
+    from mlx_engine.sampling import Sampling
+
+    given = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "seed": seed}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    request = Request(
+        _read_stdin() if prompt in (None, "-") else prompt,
+        system=system,
+        effort=effort,
+        max_tokens=max_tokens,
+        sampling=Sampling(**chosen),
+        stop=stop or (),
+        raw=raw,
+    )
+    terminal = Terminal(is_streaming=not as_json)
+    directory = model or _tiny_model()
+    with terminal.loading() as on_progress:
+        engine = load(
+            directory.expanduser(),
+            dtype,
+            context_tokens=ctx,
+            prefill=prefill,
+            cache_dir=cache_directory(),
+            on_progress=on_progress,
+        )
+    with engine, _first_ctrl_c() as cancelled:
+        events = respond(engine, request, on_progress=terminal.prefill, cancelled=cancelled)
+        with closing(events):
+            end = terminal.show(events)
+    if as_json:
+        typer.echo(_json(end, terminal.load_s))
+    terminal.statistics(end)
+    if end.finish_reason == "cancelled":
+        raise typer.Exit(130)
+
+
+def cache_directory() -> Path:
+    """The folder for what can be made again: DS41_CACHE_DIR, or the user's cache folder."""
+    import platformdirs
+
+    named = os.environ.get("DS41_CACHE_DIR")
+    return Path(named).expanduser() if named else platformdirs.user_cache_path("ds41")
+
+
+def _tiny_model() -> Path:
+    from mlx_engine.tiny import tiny_checkpoint
+
+    directory = tiny_checkpoint(cache_directory())
+    typer.echo(
+        "ds41: without --model or DS41_MODEL a tiny random model answers, its words mean nothing",
+        err=True,
+    )
+    return directory
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise BadRequest("there is no prompt: give one as an argument or on standard input")
+    try:
+        text = typer.get_binary_stream("stdin").read().decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"standard input is not UTF-8 text at byte {error.start}: convert it first"
+        ) from None
+    return text.removesuffix("\n")  # the shell's, not the prompt's
+
+
+@contextmanager
+def _first_ctrl_c() -> Generator[Callable[[], bool]]:
+    """Make the first Ctrl-C a flag, asked for between tokens; the second ends the program."""
+    flag = Flag()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield flag.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _json(end: "End", load_s: float) -> str:
+    fields = asdict(end)
+    fields["timings"] = {"load_s": load_s, **fields["timings"]}
+    return json.dumps(fields, ensure_ascii=False)

@@ -1,0 +1,148 @@
+"""What a run shows: the answer on standard output, all else on standard error.
+
+Owns bars, dim text and the statistics line. Bars are drawn only where standard error is a
+terminal, and are gone before text follows.
+"""
+
+import io
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich import progress
+
+    from mlx_engine.answer import ReasoningDelta, TextDelta
+    from mlx_engine.respond import End, Event, Progress
+
+
+class Terminal:
+    """Shows one run; without `is_streaming` neither reasoning nor answer is written."""
+
+    def __init__(self, *, is_streaming: bool) -> None:
+        self.load_s = 0.0
+        self._is_streaming = is_streaming
+        self._prefill_bar: _Bar | None = None
+        self._last: ReasoningDelta | TextDelta | None = None
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # An answer may hold characters that the terminal's encoding lacks.
+            sys.stdout.reconfigure(errors="replace")
+
+    @contextmanager
+    def loading(self) -> Generator[Callable[[int, int], None] | None]:
+        """Time the load, and draw a bar of bytes done and in all by the function this gives."""
+        started_s = time.perf_counter()
+        bar = _load_bar() if sys.stderr.isatty() else None
+        try:
+            yield bar and bar.update
+        finally:
+            if bar:
+                bar.close()
+        self.load_s = time.perf_counter() - started_s
+
+    def prefill(self, progress: "Progress") -> None:
+        """Draw how much of the prompt is done."""
+        if self._prefill_bar is None and sys.stderr.isatty():
+            self._prefill_bar = _prefill_bar()
+        if self._prefill_bar is not None:
+            self._prefill_bar.update(progress.done_tokens, progress.total_tokens)
+
+    def show(self, events: "Iterable[Event]") -> "End":
+        """Write reasoning and answer as they come, and return the end."""
+        from mlx_engine.respond import End, Progress
+
+        try:
+            for event in events:
+                if isinstance(event, Progress):
+                    self.prefill(event)
+                elif isinstance(event, End):
+                    self._end_line()
+                    return event
+                else:
+                    self._close_bar()
+                    if self._is_streaming:
+                        self._write(event)
+        finally:
+            self._close_bar()
+        raise AssertionError("an answer has an end")
+
+    def statistics(self, end: "End") -> None:
+        """Write one line about the run."""
+        timings = end.timings
+        cached = f" ({end.cached_tokens:,} cached)" if end.cached_tokens else ""
+        typer.echo(
+            f"ds41: prompt {end.prompt_tokens:,} tokens{cached}, "
+            f"{timings.prefill_tokens_per_s:,.1f}/s; "
+            f"answer {end.completion_tokens:,} tokens, {timings.decode_tokens_per_s:,.1f}/s; "
+            f"load {self.load_s:.1f} s, prefill {timings.prefill_s:.1f} s, "
+            f"decode {timings.decode_s:.1f} s; {end.finish_reason}",
+            err=True,
+        )
+
+    def _write(self, delta: "ReasoningDelta | TextDelta") -> None:
+        from mlx_engine.answer import ReasoningDelta
+
+        is_reasoning = isinstance(delta, ReasoningDelta)
+        if not is_reasoning and isinstance(self._last, ReasoningDelta):
+            typer.echo("\n", err=True)
+        # Each piece is flushed, and dim only where the stream is a terminal.
+        typer.secho(delta.text, nl=False, err=is_reasoning, dim=is_reasoning or None)
+        self._last = delta
+
+    def _end_line(self) -> None:
+        from mlx_engine.answer import ReasoningDelta
+
+        if self._last is not None and not self._last.text.endswith("\n"):
+            typer.echo(err=isinstance(self._last, ReasoningDelta))
+
+    def _close_bar(self) -> None:
+        if self._prefill_bar is not None:
+            self._prefill_bar.close()
+            self._prefill_bar = None
+
+
+class _Bar:
+    """One bar on standard error, which disappears when it is closed."""
+
+    def __init__(self, title: str, *columns: "progress.ProgressColumn") -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn(title),
+            BarColumn(),
+            *columns,
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task(title, total=None)
+        self._progress.start()
+
+    def update(self, done: int, total: int) -> None:
+        self._progress.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _load_bar() -> _Bar:
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    return _Bar("load", DownloadColumn(binary_units=True), TransferSpeedColumn())
+
+
+def _prefill_bar() -> _Bar:
+    from rich.progress import MofNCompleteColumn, ProgressColumn, Task
+    from rich.text import Text
+
+    class TokensPerSecond(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:,.0f} tokens/s")
+
+    return _Bar("prefill", MofNCompleteColumn(), TokensPerSecond())

@@ -1,0 +1,385 @@
+"""A checkpoint directory -> Weights, as released.
+
+Checks every name, dtype and shape before any data is read, then reads the shards in parallel
+straight into the arrays that the model computes with: nothing is converted, widened or held twice.
+Where tensors lie is shards' part, what a session needs of memory is memory's.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_engine import memory
+from mlx_engine.config import ModelConfig
+from mlx_engine.config_file import load_config
+from mlx_engine.errors import ModelFileError
+from mlx_engine.inventory import Owner, tensor_specs
+from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
+from mlx_engine.shards import Listing, TensorLocation, list_tensors, some
+from mlx_engine.weights import (
+    AttentionWeights,
+    CompressorWeights,
+    EngramWeights,
+    FfnWeights,
+    Fp4,
+    Fp8,
+    IndexerWeights,
+    LayerWeights,
+    MhcWeights,
+    Weights,
+)
+
+Progress = Callable[[int, int], None]
+
+# Parts of the model that a configuration may leave out while the files still hold them. Engram is
+# none of them: without its configuration the text model would compute something else.
+_OPTIONAL_PARTS = {Owner.VISION: ("vision.", "aligner.", "image_"), Owner.DRAFTS: ("mtp.",)}
+
+# Large enough for an SSD's full rate, small enough that progress and Ctrl-C stay smooth.
+_CHUNK_BYTES = 8 * 2**20
+_READERS = 8
+_MAX_PENDING_READS = 4 * _READERS
+
+_NOT_A_NUMBER = 255  # in e8m0; in e4m3 with the sign set
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory whose tensors are all there, in the files' own dtypes and shapes."""
+
+    directory: Path
+    config: ModelConfig
+    locations: Mapping[str, TensorLocation]
+
+    def load_weights(self, on_progress: Progress | None = None) -> Weights:
+        """Read the text model's weights; `on_progress` is told bytes read and bytes in all.
+
+        BF16 and F32 keep their types, whatever the activations are. Holds no more than the weights
+        themselves at any time. Raises ModelFileError for a failed read and for a code that is no
+        number.
+        """
+        total_bytes = memory.resident_bytes(self.config)
+        with _Reader(self.locations, total_bytes, on_progress) as read:
+            weights = Weights(
+                embed=read.tensor("embed.weight"),
+                head=read.tensor("head.weight"),
+                norm=read.tensor("norm.weight"),
+                layers=tuple(_layer(read, self.config, plan) for plan in layer_plan(self.config)),
+            )
+            read.finish()
+        return weights
+
+    def engram_tables(self) -> list[tuple[int, TensorLocation, TensorLocation]]:
+        """Each Engram layer with the locations of its table's weight and scale, none of it read.
+
+        Raises ModelFileError when the two lie in different files, which the row reader cannot use.
+        """
+        tables: list[tuple[int, TensorLocation, TensorLocation]] = []
+        for layer in self.config.engram.layer_ids if self.config.engram else ():
+            name = f"layers.{layer}.engram.embed"
+            weight, scale = self.locations[f"{name}.weight"], self.locations[f"{name}.scale"]
+            if weight.path != scale.path:
+                raise ModelFileError(
+                    f"{name}.weight is in {weight.path} and its scale in {scale.path}, they must "
+                    "be in one file as they are in the release; fetch the checkpoint again"
+                )
+            tables.append((layer, weight, scale))
+        return tables
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Check a directory against its own `config.json`; reads headers only.
+
+    Raises ModelFileError with all that is missing, unexpected or wrong.
+    """
+    listing = list_tensors(directory)
+    config = load_config(directory)
+    problems = find_problems(config, listing)
+    if problems:
+        raise problems_error(directory, problems)
+    return Checkpoint(directory, config, listing.locations)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    context_tokens: int,
+    on_progress: Progress | None = None,
+    *,
+    machine: memory.MachineMemory | None = None,
+    set_wired_limit: Callable[[int], object] = mx.set_wired_limit,
+) -> Weights:
+    """Make sure that the model fits, raise the wired limit, and only then read the weights.
+
+    Raises DeviceError when the memory is too small, ModelFileError as `Checkpoint.load_weights`.
+    """
+    machine = machine or memory.machine_memory()
+    needed = memory.require_memory(checkpoint.config, context_tokens, machine)
+    memory.raise_wired_limit(needed.total_bytes, machine, set_wired_limit)
+    return checkpoint.load_weights(on_progress)
+
+
+def find_problems(config: ModelConfig, listing: Listing) -> list[str]:
+    """Everything that keeps these files from being this model: file faults first, then tensors."""
+    owners = owners_of(config, listing)
+    missing: list[str] = []
+    wrong: list[str] = []
+    for spec in tensor_specs(config):
+        at = listing.locations.get(spec.name)
+        if at is None:
+            if spec.name not in listing.unreadable:
+                missing.append(spec.name)
+        elif (at.dtype, at.shape) != (spec.dtype, spec.shape):
+            wrong.append(
+                f"{spec.name} is {at.dtype} {list(at.shape)}, not {spec.dtype} {list(spec.shape)}"
+            )
+    unexpected = sorted(name for name, owner in owners.items() if owner is None)
+    kinds = {"missing": missing, "unexpected": unexpected, "of another dtype or shape": wrong}
+    return [
+        *listing.problems,
+        *(f"{_count(names)} {kind}: {some(names)}" for kind, names in kinds.items() if names),
+    ]
+
+
+def problems_error(directory: Path, problems: list[str]) -> ModelFileError:
+    """One error that lists all problems of a checkpoint."""
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return ModelFileError(
+        f"{directory} does not hold the model that its config.json describes; "
+        f"fetch the files named here again, or give another folder:{lines}"
+    )
+
+
+def owners_of(config: ModelConfig, listing: Listing) -> dict[str, Owner | None]:
+    """The owner of every tensor that is there; None for one that the model does not have."""
+    owners = {spec.name: spec.owner for spec in tensor_specs(config)}
+    present = {Owner.VISION: config.vision, Owner.DRAFTS: config.draft}
+    absent = {owner: _OPTIONAL_PARTS[owner] for owner, part in present.items() if part is None}
+
+    def owner_of(name: str) -> Owner | None:
+        left_out = (owner for owner, prefixes in absent.items() if name.startswith(prefixes))
+        return owners.get(name) or next(left_out, None)
+
+    return {name: owner_of(name) for name in listing.locations}
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names):,} tensor{'s are' if len(names) != 1 else ' is'}"
+
+
+class _Reader:
+    """Fills arrays from the files with a few threads, while the caller lays out the next ones.
+
+    The arrays are handed out before their data has arrived: nobody may evaluate them before
+    `finish`, which raises what a read raised. Only the caller's thread touches MLX.
+    """
+
+    def __init__(
+        self,
+        locations: Mapping[str, TensorLocation],
+        total_bytes: int,
+        on_progress: Progress | None,
+    ) -> None:
+        self._locations = locations
+        self._total_bytes = total_bytes
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._files: dict[Path, int] = {}
+        self._pending: deque[Future[int]] = deque()
+        self._arrays: list[mx.array] = []
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="ds41-read")
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            os.close(file)
+
+    def tensor(self, name: str) -> mx.array:
+        """A BF16 or F32 tensor in its own type and shape."""
+        at = self._locations[name]
+        if at.dtype == "F32":
+            return self._fill([name], at.shape, mx.float32)
+        # Python's buffers have no bf16, so it is filled as words and viewed when they are there.
+        array = self._fill([name], at.shape, mx.uint16).view(mx.bfloat16)
+        self._arrays.append(array)
+        return array
+
+    def fp8(self, name: str, groups: int = 1) -> Fp8:
+        """A dense weight with its tile scales, its rows split into groups if there are several."""
+        arrays: list[mx.array] = []
+        for part in ("weight", "scale"):
+            N, K = self._locations[f"{name}.{part}"].shape
+            split = (N,) if groups == 1 else (groups, N // groups)
+            is_codes = part == "weight"
+            shape = (*split, K // 4 if is_codes else K)
+            dtype = mx.uint32 if is_codes else mx.uint8
+            arrays.append(self._fill([f"{name}.{part}"], shape, dtype))
+        return Fp8(*arrays)
+
+    def experts(self, prefix: str, n_experts: int, matrix: str) -> Fp4:
+        """One matrix of all experts of a layer, stacked."""
+        arrays: list[mx.array] = []
+        for part in ("weight", "scale"):
+            names = [f"{prefix}.{expert}.{matrix}.{part}" for expert in range(n_experts)]
+            N, K_bytes = self._locations[names[0]].shape
+            is_codes = part == "weight"
+            shape = (n_experts, N, K_bytes // 4 if is_codes else K_bytes)
+            arrays.append(self._fill(names, shape, mx.uint32 if is_codes else mx.uint8))
+        return Fp4(*arrays)
+
+    def finish(self) -> None:
+        """Wait until every array handed out holds its data."""
+        while self._pending:
+            self._wait_for_oldest()
+        mx.eval(self._arrays)  # pyright: ignore[reportUnknownMemberType]
+
+    def _fill(self, names: list[str], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """An array of this shape into which the tensors are being read, one after the other."""
+        array = mx.zeros(shape, dtype)
+        mx.eval(array)  # pyright: ignore[reportUnknownMemberType]
+        # Reading into the array's own memory spares a second copy of up to 2 GB.
+        buffer = memoryview(cast("Any", array)).cast("B")
+        assert buffer.nbytes == sum(self._locations[name].n_bytes for name in names)
+        start = 0
+        for name in names:
+            end = start + self._locations[name].n_bytes
+            self._read_later(name, buffer[start:end])
+            start = end
+        return array
+
+    def _read_later(self, name: str, buffer: memoryview) -> None:
+        at = self._locations[name]
+        if at.path not in self._files:
+            try:
+                self._files[at.path] = os.open(at.path, os.O_RDONLY)
+            except OSError as error:
+                raise ModelFileError(
+                    f"{at.path} cannot be opened: {error.strerror}; check the disk"
+                ) from None
+        for start in range(0, at.n_bytes, _CHUNK_BYTES):
+            if len(self._pending) == _MAX_PENDING_READS:
+                self._wait_for_oldest()
+            chunk = buffer[start : start + _CHUNK_BYTES]
+            file, offset = self._files[at.path], at.offset + start
+            self._pending.append(self._pool.submit(_read_chunk, file, name, at, offset, chunk))
+
+    def _wait_for_oldest(self) -> None:
+        self._done_bytes += self._pending.popleft().result()
+        if self._on_progress is not None:
+            self._on_progress(self._done_bytes, self._total_bytes)
+
+
+def _read_chunk(file: int, name: str, at: TensorLocation, offset: int, buffer: memoryview) -> int:
+    """Fill `buffer` with a tensor's bytes from `offset` of the file on; return their number."""
+    done = 0
+    while done < buffer.nbytes:
+        try:
+            n_bytes = os.preadv(file, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise ModelFileError(
+                f"{at.path} cannot be read at byte {offset + done:,}: {error.strerror}; "
+                "check the disk"
+            ) from None
+        if n_bytes == 0:
+            raise ModelFileError(
+                f"{at.path} ends at byte {offset + done:,}, within {name}; fetch it again"
+            )
+        done += n_bytes
+    codes = np.frombuffer(buffer, np.uint8)
+    if at.dtype == "F8_E4M3":
+        codes = codes | np.uint8(0x80)
+    if at.dtype.startswith("F8") and codes.max() == _NOT_A_NUMBER:
+        raise ModelFileError(f"{name} in {at.path} has a code that is no number; fetch it again")
+    return done
+
+
+def _layer(read: _Reader, config: ModelConfig, plan: LayerPlan) -> LayerWeights:
+    name = f"layers.{plan.layer}"
+    return LayerWeights(
+        attn_norm=read.tensor(f"{name}.attn_norm.weight"),
+        ffn_norm=read.tensor(f"{name}.ffn_norm.weight"),
+        hc_attn=_mhc(read, f"{name}.hc_attn"),
+        hc_ffn=_mhc(read, f"{name}.hc_ffn"),
+        attn=_attention(read, config, plan, f"{name}.attn"),
+        ffn=_ffn(read, config, f"{name}.ffn"),
+        engram=None if plan.engram_index is None else _engram(read, f"{name}.engram"),
+    )
+
+
+def _mhc(read: _Reader, name: str) -> MhcWeights:
+    return MhcWeights(
+        fn=read.tensor(f"{name}_fn"),
+        base=read.tensor(f"{name}_base"),
+        scale=read.tensor(f"{name}_scale"),
+    )
+
+
+def _attention(read: _Reader, config: ModelConfig, plan: LayerPlan, name: str) -> AttentionWeights:
+    is_indexer = plan.kind in (LayerKind.FULL, LayerKind.REINDEX)
+    return AttentionWeights(
+        attn_sink=read.tensor(f"{name}.attn_sink"),
+        wq_a=read.fp8(f"{name}.wq_a"),
+        q_norm=read.tensor(f"{name}.q_norm.weight"),
+        wq_b=read.fp8(f"{name}.wq_b"),
+        wkv=read.fp8(f"{name}.wkv"),
+        kv_norm=read.tensor(f"{name}.kv_norm.weight"),
+        wo_a=read.fp8(f"{name}.wo_a", groups=config.o_groups),
+        wo_b=read.fp8(f"{name}.wo_b"),
+        compressor=_compressor(read, plan, name) if plan.kind is LayerKind.FULL else None,
+        indexer=_indexer(read, plan, name) if is_indexer else None,
+    )
+
+
+def _compressor(read: _Reader, plan: LayerPlan, name: str) -> CompressorWeights:
+    return CompressorWeights(
+        wkv=read.tensor(f"{name}.compressor.wkv.weight"),
+        wgate=read.tensor(f"{name}.compressor.wgate.weight") if plan.ratio > 1 else None,
+        norm=read.tensor(f"{name}.compressor.norm.weight"),
+    )
+
+
+def _indexer(read: _Reader, plan: LayerPlan, name: str) -> IndexerWeights:
+    makes_keys = plan.kind is LayerKind.FULL
+    return IndexerWeights(
+        wq_b=read.fp8(f"{name}.indexer.wq_b"),
+        weights_proj=read.tensor(f"{name}.indexer.weights_proj.weight"),
+        wk=read.tensor(f"{name}.indexer.wk.weight") if makes_keys else None,
+        k_norm=read.tensor(f"{name}.indexer.k_norm.weight") if makes_keys else None,
+    )
+
+
+def _ffn(read: _Reader, config: ModelConfig, name: str) -> FfnWeights:
+    E = config.n_routed_experts
+    return FfnWeights(
+        gate_weight=read.tensor(f"{name}.gate.weight"),
+        gate_bias=read.tensor(f"{name}.gate.bias"),
+        w1=read.experts(f"{name}.experts", E, "w1"),
+        w2=read.experts(f"{name}.experts", E, "w2"),
+        w3=read.experts(f"{name}.experts", E, "w3"),
+        shared_w1=read.fp8(f"{name}.shared_experts.w1"),
+        shared_w2=read.fp8(f"{name}.shared_experts.w2"),
+        shared_w3=read.fp8(f"{name}.shared_experts.w3"),
+    )
+
+
+def _engram(read: _Reader, name: str) -> EngramWeights:
+    return EngramWeights(
+        wkv=read.fp8(f"{name}.wkv"),
+        q_weight=read.tensor(f"{name}.q_weight"),
+        k_weight=read.tensor(f"{name}.k_weight"),
+    )

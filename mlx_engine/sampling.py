@@ -1,0 +1,82 @@
+"""Logits to token: temperature, min-p, top-p and a seeded draw.
+
+Owns the parameters with their checks and the drawing; when to stop is decided elsewhere.
+"""
+
+import math
+import secrets
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_engine.errors import BadRequest
+
+_SEEDS = 2**63
+
+# Below it the logits would overflow; the greatest wins there in any case.
+_LEAST_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the defaults are the vendor's for this model, in every effort.
+
+    temperature: 0 takes the most likely token. min_p: a token needs this share of the greatest
+    probability. top_p: the most likely tokens that reach this sum are kept. seed: the same seed
+    gives the same tokens, None a fresh one. Raises BadRequest for impossible values.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        # Written so that NaN, which compares false with everything, is refused too.
+        if not 0 <= self.temperature < math.inf:
+            raise BadRequest(f"temperature is {self.temperature}, it must be a number from 0 up")
+        if not 0 < self.top_p <= 1:
+            raise BadRequest(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise BadRequest(f"min_p is {self.min_p}, it must be from 0 to 1")
+        if self.seed is not None and not 0 <= self.seed < _SEEDS:
+            raise BadRequest(f"seed is {self.seed}, it must be from 0 to 2**63 - 1")
+
+
+class Sampler:
+    """Draws one token a call; every call goes one step along the seed's sequence of keys."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        seed = secrets.randbelow(_SEEDS) if sampling.seed is None else sampling.seed
+        self._key = mx.random.key(seed)
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Choose a token: logits f32 [V] to its id, a uint32 scalar not yet computed.
+
+        Equal logits rank by id, the lowest first.
+        """
+        sampling = self._sampling
+        if sampling.temperature == 0:
+            return mx.argmax(logits)
+        scaled = (logits - logits.max()) / max(sampling.temperature, _LEAST_TEMPERATURE)
+        if sampling.min_p > 0:
+            scaled = mx.where(scaled >= math.log(sampling.min_p), scaled, -mx.inf)
+        if sampling.top_p < 1:
+            scaled = mx.where(_nucleus(mx.softmax(scaled), sampling.top_p), scaled, -mx.inf)
+        self._key, key = mx.random.split(self._key)
+        return mx.random.categorical(scaled, key=key)
+
+
+def _nucleus(probabilities: mx.array, top_p: float) -> mx.array:
+    """Mark the fewest most likely tokens whose sum reaches `top_p`: f32 [V] to bool [V].
+
+    The least probability inside comes from a sort of the values; which of the tokens that have
+    just that one are inside is counted from the lowest id, since no order of equals is promised.
+    """
+    descending = -mx.sort(-probabilities)
+    n_inside = (mx.cumsum(descending, inclusive=False) < top_p).sum()
+    least = descending[n_inside - 1]
+    above = probabilities > least
+    equal = probabilities == least
+    return above | (equal & (mx.cumsum(equal.astype(mx.int32)) <= n_inside - above.sum()))

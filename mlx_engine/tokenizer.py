@@ -1,0 +1,176 @@
+"""Text to token ids and back, over the checkpoint's `tokenizer.json`.
+
+Owns the rule that plain text never becomes a special token: the library's tokenizer is loaded
+without its added vocabulary, which is kept apart as spelling -> id. Turning ids into text goes
+over bytes, since one character may be spread over several tokens. Prompts are prompt's part.
+"""
+
+import codecs
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from mlx_engine.errors import BadRequest, ModelFileError
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """The ids of the special tokens that the engine itself acts on."""
+
+    bos: int
+    eos: int
+    system: int
+    user: int
+    assistant: int
+    think_start: int
+    think_end: int
+    dsml: int
+    image: int
+
+
+SPELLINGS: Mapping[str, str] = {
+    "bos": "<｜begin▁of▁sentence｜>",
+    "eos": "<｜end▁of▁sentence｜>",
+    "system": "<｜System｜>",
+    "user": "<｜User｜>",
+    "assistant": "<｜Assistant｜>",
+    "think_start": "<think>",
+    "think_end": "</think>",
+    "dsml": "｜DSML｜",
+    "image": "<｜deepseek_image｜>",
+}
+
+
+class Tokenizer:
+    """Byte-level BPE without special tokens, and the special tokens beside it."""
+
+    def __init__(self, plain: tokenizers.Tokenizer, added_ids: Mapping[str, int]) -> None:
+        """Take a tokenizer without added vocabulary, and that vocabulary as spelling -> id.
+
+        Raises ModelFileError when tokens of `SPELLINGS` are not among it.
+        """
+        missing = [spelling for spelling in SPELLINGS.values() if spelling not in added_ids]
+        if missing:
+            raise ModelFileError(
+                f"the tokenizer lacks the special tokens {' '.join(missing)}: "
+                "use the tokenizer.json of DeepSeek-V4.1-Flash"
+            )
+        self.special = SpecialIds(
+            **{f.name: added_ids[SPELLINGS[f.name]] for f in fields(SpecialIds)}
+        )
+        self._plain = plain
+        self._added_ids = dict(added_ids)
+        # The DSML marker is ordinary text wherever it opens no tool call.
+        self._bytes_of_added = dict.fromkeys(added_ids.values(), b"")
+        self._bytes_of_added[self.special.dsml] = SPELLINGS["dsml"].encode()
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read the `tokenizer.json` of a checkpoint.
+
+        Raises ModelFileError when it cannot be read or lacks a special token.
+        """
+        path = directory / "tokenizer.json"
+        try:
+            source = path.read_bytes()
+        except OSError as error:
+            raise ModelFileError(
+                f"cannot read {path} ({error.strerror}): fetch the checkpoint's tokenizer"
+            ) from error
+        try:
+            return cls.from_json(source)
+        except ModelFileError as error:
+            raise ModelFileError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_json(cls, source: str | bytes) -> Self:
+        """Read the content of a `tokenizer.json`; raises as `load` does."""
+        try:
+            content: dict[str, Any] = json.loads(source)
+            added_ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+            plain = tokenizers.Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelFileError(
+                f"this is no tokenizer ({error!r}): fetch the checkpoint's tokenizer.json again"
+            ) from error
+        return cls(plain, added_ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode plain text; the spelling of a special token in it stays plain text.
+
+        Raises BadRequest for text that is not Unicode (a lone surrogate).
+        """
+        check_unicode(text)
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def special_id(self, spelling: str) -> int:
+        """The id of an added token; raises ModelFileError where the tokenizer has none."""
+        try:
+            return self._added_ids[spelling]
+        except KeyError:
+            raise ModelFileError(
+                f"the tokenizer lacks the special token {spelling}: "
+                "use the tokenizer.json of DeepSeek-V4.1-Flash"
+            ) from None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of text that a token stands for: none for special and for unknown ids."""
+        added = self._bytes_of_added.get(token_id)
+        if added is not None:
+            return added
+        token = self._plain.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # not in the byte alphabet, so it stands for itself
+            return token.encode()
+
+
+class TextDecoder:
+    """Turns token ids into text as they arrive, and never gives out half a character.
+
+    The texts put together are what decoding all bytes at once gives: bytes that may still become
+    a character are held back, and those that no longer can are U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes, often none."""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """Return what was held back, as U+FFFD, and begin anew."""
+        return self._utf8.decode(b"", final=True)
+
+
+def check_unicode(text: str) -> None:
+    """Raise BadRequest for text that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"the text is not valid Unicode at character {error.start}: "
+            "send it as UTF-8, without lone surrogates"
+        ) from None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of every byte in a byte-level vocabulary, as GPT-2 introduced it.
+
+    Printable bytes stand for themselves, the others for U+0100 and up in their order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(0x100)) - set(printable))
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

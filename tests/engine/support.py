@@ -1,0 +1,359 @@
+"""The engine's model beside the float64 reference: built from a configuration, run, compared.
+
+Owns small models on random checkpoints, runs in any chunking that record every discrete choice and
+every cached row, and their comparison with a reference trace. Knows no expected numbers.
+"""
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import mlx_engine.model
+from mlx_engine.checkpoint import Checkpoint, open_checkpoint
+from mlx_engine.engram import EngramHash, EngramReader, EngramRows
+from mlx_engine.engram_table import TableLocation
+from mlx_engine.formats import CacheFormats
+from mlx_engine.layer_plan import LayerPlan
+from mlx_engine.model import Model
+from mlx_engine.ops.attention import SelectedRows, WindowRows
+from mlx_engine.ops.indexer import IndexQueries
+from mlx_engine.state import SessionState
+from tests.checkpoints import write_checkpoint
+from tests.reference import engram
+from tests.reference.forward import Reference, Trace
+from tests.reference.random_tensors import TINY_CONFIG, random_tensors
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+
+class Mismatch(AssertionError):
+    """The model and the reference disagree."""
+
+
+@dataclass(frozen=True)
+class Unrounded:
+    """A row format that keeps f32 as it is, to compare the model apart from the roundings."""
+
+    def words(self, width: int) -> int:
+        return width
+
+    def pack(self, x: mx.array) -> mx.array:
+        return x.astype(mx.float32).view(mx.uint32)
+
+    def unpack(self, rows: mx.array, width: int) -> mx.array:
+        return rows.view(mx.float32)
+
+    def product(self, x: mx.array, rows: mx.array) -> mx.array:
+        return x @ self.unpack(rows, x.shape[-1]).T
+
+
+UNROUNDED = CacheFormats(Unrounded(), Unrounded(), Unrounded())
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """The tiny configuration of section 9 with some keys changed.
+
+    The table sizes follow from the other Engram keys, so they are set here.
+    """
+    text = {**TINY_CONFIG["text_config"], **changes}
+    primes = engram.primes(
+        text["engram_layer_ids"],
+        text["engram_vocab_size"],
+        text["engram_max_ngram_size"],
+        text["engram_n_heads"],
+    )
+    text["engram_num_embeddings"] = [int(sizes.sum()) for sizes in primes.values()]
+    return {**TINY_CONFIG, "text_config": text}
+
+
+@dataclass
+class Run:
+    """What the model did with T tokens, laid out as the reference's Trace.
+
+    S is the number of compressed rows of the layer's source after all T tokens.
+    """
+
+    logits: Floats
+    # by layer: experts [T, E]; the compressed rows that attention reads [T, S]; window KV [T, D]
+    experts: dict[int, Bools] = field(default_factory=dict[int, Bools])
+    rows: dict[int, Bools] = field(default_factory=dict[int, Bools])
+    windows: dict[int, Floats] = field(default_factory=dict[int, Floats])
+    # the visible rows of the candidate blocks [T, S], None where there is no candidate source
+    candidates: Bools | None = None
+    # by source
+    compressed: dict[int, Floats] = field(default_factory=dict[int, Floats])
+    index_keys: dict[int, Floats] = field(default_factory=dict[int, Floats])
+
+
+class Subject:
+    """One checkpoint as the engine's model, in float32, and as the reference."""
+
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        tensors: Mapping[str, NDArray[Any]],
+        model: Model,
+        reader: EngramReader | None,
+    ) -> None:
+        self.raw, self.tensors, self.model, self.reader = raw, tensors, model, reader
+        self.config = model.config
+        self._traces: dict[tuple[tuple[int, ...], bool], Trace] = {}
+
+    @cached_property
+    def token_map(self) -> NDArray[np.int32]:
+        """The map of the tests: the id modulo the size of the compressed vocabulary."""
+        return _token_map(self.raw)
+
+    def close(self) -> None:
+        """Close the table files."""
+        if self.reader is not None:
+            self.reader.close()
+
+    def ids(self, T: int, seed: int = 0) -> list[int]:
+        """T random text tokens."""
+        return np.random.default_rng(seed).integers(0, self.config.image_token_id, T).tolist()
+
+    def trace(self, ids: Sequence[int], *, is_rounded: bool = True) -> Trace:
+        """The reference's forward pass, computed once."""
+        key = (tuple(ids), is_rounded)
+        if key not in self._traces:
+            text = self.raw["text_config"]
+            # The reference has no number for "no candidate source".
+            if text["candidate_source_layer_id"] < 0:
+                text = {**text, "candidate_source_layer_id": None}
+            raw = {**self.raw, "text_config": text}
+            reference = Reference(raw, self.tensors, self.token_map, round_cache=is_rounded)
+            self._traces[key] = reference.forward(ids)
+        return self._traces[key]
+
+    def state(self, *, is_rounded: bool = True) -> SessionState:
+        """An empty state."""
+        return SessionState(self.config, None if is_rounded else UNROUNDED)
+
+    def engram_rows(self, ids: Sequence[int], first: int, last: int) -> EngramRows | None:
+        """The Engram rows of the tokens from `first` up to `last` of a sequence."""
+        if self.reader is None:
+            return None
+        past = max(first - self.reader.hash.history_tokens, 0)
+        return self.reader.prefetch(
+            np.array(ids[first:last], np.int64), np.array(ids[past:first], np.int64)
+        )
+
+    def run(
+        self, ids: Sequence[int], chunks: Sequence[int] | None = None, *, is_rounded: bool = True
+    ) -> Run:
+        """Run the model at full depth in chunks of these sizes, by default in one piece."""
+        chunks = chunks or [len(ids)]
+        assert sum(chunks) == len(ids)
+        state = self.state(is_rounded=is_rounded)
+        logits: list[Floats] = []
+        with _recorded(self, len(ids), state.formats) as run:
+            first = 0
+            for size in chunks:
+                last = first + size
+                chunk = ids[first:last]
+                rows = self.engram_rows(ids, first, last)
+                logits.append(np.array(self.model.forward(chunk, state, rows), np.float32))
+                mx.eval(*state.arrays())
+                first = last
+        run.logits = np.concatenate(logits)
+        config, formats = self.config, state.formats
+        for source in config.kv_source_layer_ids:
+            packed, keys = state.compressed[source].view(), state.index_keys[source].view()
+            run.compressed[source] = np.array(formats.compressed.unpack(packed, config.head_dim))
+            run.index_keys[source] = np.array(formats.index.unpack(keys, config.index_head_dim))
+        return run
+
+
+def load(raw: dict[str, Any], seed: int) -> Subject:
+    """The model of a configuration on the random checkpoint of a seed."""
+    tensors = random_tensors(raw, seed)
+    # The reader keeps its files open, so the directory may go as soon as all is loaded.
+    with TemporaryDirectory() as directory:
+        checkpoint = open_checkpoint(write_checkpoint(Path(directory), raw, tensors))
+        model = Model(checkpoint.config, checkpoint.load_weights(), mx.float32)
+        return Subject(raw, tensors, model, _reader(checkpoint, _token_map(raw)))
+
+
+@lru_cache(maxsize=32)
+def _load_once(raw_json: str, seed: int) -> Subject:
+    return load(json.loads(raw_json), seed)
+
+
+def build(raw: dict[str, Any], seed: int) -> Subject:
+    """As `load`, once for all tests."""
+    return _load_once(json.dumps(raw), seed)
+
+
+def _token_map(raw: dict[str, Any]) -> NDArray[np.int32]:
+    text = raw["text_config"]
+    ids = np.arange(text["vocab_size"], dtype=np.int32)
+    return ids % np.int32(text["engram_compressed_vocab_size"])
+
+
+def _reader(checkpoint: Checkpoint, token_map: NDArray[np.int32]) -> EngramReader | None:
+    c = checkpoint.config.engram
+    if c is None:
+        return None
+    engram_hash = EngramHash(
+        token_map,
+        layer_ids=c.layer_ids,
+        num_embeddings=c.num_embeddings,
+        vocab_size=c.vocab_size,
+        n_heads=c.n_heads,
+        max_ngram_size=c.max_ngram_size,
+        compressed_vocab_size=c.compressed_vocab_size,
+        pad_token_id=c.pad_token_id,
+        image_token_id=checkpoint.config.image_token_id,
+    )
+    locations = [
+        TableLocation(
+            path=weight.path,
+            weight_offset=weight.offset,
+            scale_offset=scale.offset,
+            n_rows=weight.shape[0],
+            head_dim=c.head_dim,
+        )
+        for _, weight, scale in checkpoint.engram_tables()
+    ]
+    return EngramReader(engram_hash, locations, cache_bytes=1 << 14, n_readers=2)
+
+
+# Recording
+
+
+@contextmanager
+def _recorded(subject: Subject, T: int, formats: CacheFormats) -> Generator[Run]:
+    """Watch the operations that the model calls; layers are told apart by their weights."""
+    config, layers = subject.config, subject.model.weights.layers
+    plans = subject.model.plans
+    run = Run(np.empty(0, np.float32))
+    by_gate = {id(w.ffn.gate_weight): layer for layer, w in enumerate(layers)}
+    by_sink = {id(w.attn.attn_sink): layer for layer, w in enumerate(layers)}
+    for plan in plans:
+        run.experts[plan.layer] = np.zeros((T, config.n_routed_experts), np.bool_)
+        run.windows[plan.layer] = np.zeros((T, config.head_dim), np.float32)
+        if plan.ratio:
+            run.rows[plan.layer] = np.zeros((T, T // plan.ratio), np.bool_)
+        if plan.is_candidate_source:
+            # Without a call every visible row is a candidate.
+            run.candidates = visible_rows(plan, T)
+    done = dict.fromkeys(by_gate.values(), 0)  # tokens that have passed the layer
+    route: Callable[..., Any] = mlx_engine.model.route
+    attend: Callable[..., Any] = mlx_engine.model.sparse_attention
+    choose: Callable[..., Any] = mlx_engine.model.choose_rows
+
+    def watched_route(x: mx.array, gate_weight: mx.array, *rest: Any, **options: Any) -> Any:
+        ids, weights = route(x, gate_weight, *rest, **options)
+        layer = by_gate[id(gate_weight)]
+        at = slice(done[layer], done[layer] + x.shape[0])
+        np.put_along_axis(run.experts[layer][at], np.array(ids), True, axis=-1)
+        done[layer] = at.stop
+        return ids, weights
+
+    def watched_attention(
+        q: mx.array,
+        position: int,
+        window: WindowRows,
+        selected: SelectedRows | None,
+        sinks: mx.array,
+        **options: Any,
+    ) -> Any:
+        layer = by_sink[id(sinks)]
+        at = slice(position, position + q.shape[0])
+        if window.first_position is None:
+            new = window.rows[position % window.rows.shape[0]][None]
+        else:
+            new = window.rows[position - window.first_position :]
+        run.windows[layer][at] = np.array(formats.window.unpack(new, config.head_dim))
+        if selected is not None:
+            _mark(run.rows[layer][at], selected)
+        return attend(q, position, window, selected, sinks, **options)
+
+    def watched_choice(queries: IndexQueries, *rest: Any, **options: Any) -> Any:
+        rows, blocks = choose(queries, *rest, **options)
+        if blocks is not None:
+            assert run.candidates is not None
+            # This chunk has not reached the layer's experts yet.
+            first = done[config.candidate_source_layer_id]
+            visible = run.candidates[first : first + queries.q.shape[0]]
+            block_of_row = np.arange(visible.shape[1]) // config.candidate_block_size
+            chosen = np.array(blocks, np.int32)[:, None, :] == block_of_row[:, None]
+            visible &= chosen.any(axis=-1)
+        return rows, blocks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlx_engine.model, "route", watched_route)
+        patch.setattr(mlx_engine.model, "sparse_attention", watched_attention)
+        patch.setattr(mlx_engine.model, "choose_rows", watched_choice)
+        yield run
+
+
+def visible_rows(plan: LayerPlan, T: int) -> Bools:
+    """The rows that each of T queries sees: those closed at its position."""
+    return np.arange(T // plan.ratio) < (np.arange(T)[:, None] + 1) // plan.ratio
+
+
+def _mark(rows: Bools, selected: SelectedRows) -> None:
+    """Set what each query attends to in rows [Q, S]."""
+    if selected.ids is None:
+        S = selected.rows.shape[0]
+        rows[:, :S] = np.arange(S) < np.array(selected.visible)[:, None]
+        return
+    ids = np.array(selected.ids, np.int32)
+    query, k = np.nonzero(ids >= 0)
+    rows[query, ids[query, k]] = True
+
+
+# Comparison
+
+
+def compare_choices(subject: Subject, run: Run, trace: Trace) -> None:
+    """Experts of every layer, rows that every layer attends to, candidates: equal as sets."""
+    for layer, experts in run.experts.items():
+        expected = np.zeros_like(experts)
+        np.put_along_axis(expected, trace.experts[layer], True, axis=-1)
+        _same(f"experts of layer {layer}", experts, expected)
+    for plan in subject.model.plans:
+        if plan.topk_source is not None:
+            expected = trace.chosen[plan.topk_source]
+            _same(f"rows of layer {plan.layer}", run.rows[plan.layer], expected)
+        if plan.is_candidate_source:
+            assert run.candidates is not None
+            _same("candidates", run.candidates, trace.candidates[plan.layer])
+
+
+def compare_cache(run: Run, trace: Trace) -> None:
+    """Every cached value equal: no rounding code flipped."""
+    for kind in ("windows", "compressed", "index_keys"):
+        found, expected = getattr(run, kind), getattr(trace, kind)
+        if found.keys() != expected.keys():
+            raise Mismatch(f"{kind} of {sorted(found)}, expected of {sorted(expected)}")
+        for layer, values in found.items():
+            _same(f"{kind} of layer {layer}", values, expected[layer])
+
+
+def compare_logits(run: Run, trace: Trace, tolerance: float) -> None:
+    """No logit further from the reference's than `tolerance`."""
+    error = float(np.abs(run.logits - trace.logits).max())
+    if not error <= tolerance:
+        raise Mismatch(f"logits differ by {error:.3g}, more than {tolerance:.3g}")
+
+
+def _same(what: str, found: NDArray[Any], expected: NDArray[Any]) -> None:
+    if found.shape != expected.shape:
+        raise Mismatch(f"{what}: shape {found.shape}, expected {expected.shape}")
+    differs = np.flatnonzero((found != expected).any(axis=-1))
+    if differs.size:
+        raise Mismatch(f"{what} differ at {differs.size} places, the first {differs[0]}")

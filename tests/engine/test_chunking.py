@@ -1,0 +1,128 @@
+"""However a prompt is cut, and however little the upper layers see, the result is the same."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mlx_engine.session import Prefill, Session
+from tests.engine.support import (
+    UNROUNDED,
+    Subject,
+    build,
+    compare_cache,
+    compare_choices,
+    compare_logits,
+    tiny_config,
+)
+
+# A length with an open group of two at its end; it wraps the window of 8 and prunes rows of all
+# kinds. Of the seeds 0 to 39 this one keeps every value furthest from a rounding midpoint (6e-7 of
+# its group's largest), so that another order of sums moves none across.
+T = 37
+SEED = 4
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return build(tiny_config(), SEED)
+
+
+@pytest.mark.parametrize("is_rounded", [True, False], ids=["rounded", "unrounded"])
+def test_a_cut_at_every_position(subject: Subject, is_rounded: bool) -> None:
+    ids = subject.ids(T)
+    trace = subject.trace(ids, is_rounded=is_rounded)
+    for cut in range(1, T):
+        run = subject.run(ids, [cut, T - cut], is_rounded=is_rounded)
+        compare_choices(subject, run, trace)
+        compare_logits(run, trace, 1e-3 if is_rounded else 5e-5)
+
+
+@pytest.mark.parametrize("is_rounded", [True, False], ids=["rounded", "unrounded"])
+@pytest.mark.parametrize("chunks", [[T], [1] * T, [5] * 7 + [2], [1, 9, 2, 8, 17]], ids=str)
+def test_one_piece_one_token_at_a_time_and_between(
+    subject: Subject, chunks: list[int], is_rounded: bool
+) -> None:
+    ids = subject.ids(T)
+    trace = subject.trace(ids, is_rounded=is_rounded)
+    run = subject.run(ids, chunks, is_rounded=is_rounded)
+    compare_choices(subject, run, trace)
+    compare_logits(run, trace, 1e-3 if is_rounded else 5e-5)
+    if is_rounded:
+        compare_cache(run, trace)
+
+
+def _after(
+    subject: Subject, prefill: Prefill, chunk_tokens: int, ids: list[int], *, is_rounded: bool
+) -> tuple[NDArray[np.float32], list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+    """Logits and windows after a prompt, then the logits of ten more steps."""
+    formats = None if is_rounded else UNROUNDED
+    session = Session(
+        subject.model,
+        subject.reader,
+        prefill=prefill,
+        chunk_tokens=chunk_tokens,
+        formats=formats,
+    )
+    logits = np.array(session.sync(ids[:-10]))
+    state, D = session.state, subject.config.head_dim
+    windows = [np.array(state.formats.window.unpack(w.rows, D)) for w in state.windows]
+    steps = [np.array(session.step(token_id)) for token_id in ids[-10:]]
+    return logits, windows, steps
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 30, 200])
+def test_short_prefill_equals_full(subject: Subject, chunk_tokens: int) -> None:
+    ids = subject.ids(80)
+    config = subject.config
+    reach = config.reach_tokens(config.last_kv_source)
+    assert reach < 70, "the prompt must be longer than what the upper layers need"
+    full = _after(subject, "full", 16, ids, is_rounded=False)
+    short = _after(subject, "short", chunk_tokens, ids, is_rounded=False)
+    np.testing.assert_allclose(short[0], full[0], atol=5e-5)
+    for layer, (ours, expected) in enumerate(zip(short[1], full[1], strict=True)):
+        np.testing.assert_allclose(ours, expected, atol=5e-5, err_msg=f"window of layer {layer}")
+    np.testing.assert_allclose(short[2], full[2], atol=5e-5)
+
+
+def test_short_prefill_leaves_the_same_window_codes(subject: Subject) -> None:
+    ids = subject.ids(80)
+    full = _after(subject, "full", 200, ids, is_rounded=True)
+    short = _after(subject, "short", 200, ids, is_rounded=True)
+    for layer, (ours, expected) in enumerate(zip(short[1], full[1], strict=True)):
+        np.testing.assert_array_equal(ours, expected, err_msg=f"window of layer {layer}")
+    np.testing.assert_allclose(short[0], full[0], atol=1e-3)
+
+
+def test_short_prefill_computes_less(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx_engine.model as module
+
+    rows = {"short": 0, "full": 0}
+    moe = module.moe
+    for prefill in ("short", "full"):
+
+        def counted(
+            x: mx.array, *rest: mx.array, kind: str = prefill, **options: float
+        ) -> mx.array:
+            rows[kind] += x.shape[0]
+            return moe(x, *rest, **options)
+
+        monkeypatch.setattr(module, "moe", counted)
+        Session(subject.model, subject.reader, prefill=prefill).sync(subject.ids(70))
+    layers, split = subject.config.num_hidden_layers, subject.config.last_kv_source
+    upper = sum(subject.config.reach_tokens(layer + 1) for layer in range(split, layers))
+    assert rows["full"] == 70 * layers
+    assert rows["short"] == 70 * split + upper
+
+
+def test_a_second_prompt_with_a_gap_wider_than_the_window(subject: Subject) -> None:
+    """The upper layers skip the middle of a long continuation, so their old rows must go."""
+    ids = subject.ids(120)
+    sessions = [
+        Session(subject.model, subject.reader, prefill=prefill, formats=UNROUNDED)
+        for prefill in ("short", "full")
+    ]
+    for session in sessions:
+        session.sync(ids[:20])
+    short, full = (np.array(session.sync(ids)) for session in sessions)
+    np.testing.assert_allclose(short, full, atol=5e-5)

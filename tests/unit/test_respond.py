@@ -1,0 +1,333 @@
+"""From a request to its events: reasoning and answer, stop strings, cancellation, accounts."""
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import deepseek_recipe as recipe
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mlx_engine.answer import AnswerReader, ReasoningDelta, StopStrings, TextDelta
+from mlx_engine.errors import BadRequest, ContextTooLong
+from mlx_engine.prompt import Message, conversation, encode
+from mlx_engine.respond import End, Event, Progress, Request, respond
+from mlx_engine.sampling import Sampling
+from mlx_engine.tokenizer import SPELLINGS, Tokenizer
+from tests.fake_engine import (
+    FakeEngine,
+    tiny_tokenizer,
+    tiny_tokenizer_json,
+    with_special_tokens,
+)
+
+HI = Request("Hi")
+
+
+def run(engine: FakeEngine, request: Request = HI, **options: Any) -> tuple[list[Event], End]:
+    *events, end = respond(engine, request, **options)
+    assert isinstance(end, End)
+    assert engine.is_closed
+    reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+    text = "".join(e.text for e in events if isinstance(e, TextDelta))
+    assert (reasoning, text) == (end.reasoning, end.text)
+    assert all(e.text for e in events if not isinstance(e, Progress | End))
+    return events, end
+
+
+def answer(said: str, **request: Any) -> tuple[str, str]:
+    _, end = run(FakeEngine(said), Request("Hi", **request))
+    return end.reasoning, end.text
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("why</think>so", ("why", "so")),
+        ("\n\nwhy\n\nnot\n\n</think>\n\nso\n\nit is\n\n", ("why\n\nnot", "so\n\nit is\n\n")),
+        ("</think>so", ("", "so")),
+        ("\n</think>\n", ("", "")),
+        ("why\n", ("why\n", "")),
+        ("", ("", "")),
+        ("a<think>b</think>c</think>d<think>e", ("ab", "cde")),
+        ("a ｜DSML｜ b</think><｜DSML｜ calls>", ("a ｜DSML｜ b", "<｜DSML｜ calls>")),
+        ("why</think>so<｜end▁of▁sentence｜>unsaid", ("why", "so")),
+        ("é\U0001f600</think>\u4f60", ("é\U0001f600", "\u4f60")),
+    ],
+)
+def test_reasoning_and_answer_are_told_apart(said: str, expected: tuple[str, str]):
+    assert answer(said) == expected
+
+
+def test_a_spelled_out_end_of_reasoning_is_text():
+    tokenizer = tiny_tokenizer()
+    spelled = tokenizer.encode_text("say </think> in words")
+    _, end = run(FakeEngine([*spelled, tokenizer.special.think_end]))
+    assert (end.reasoning, end.text) == ("say </think> in words", "")
+
+
+def test_without_thinking_all_is_answer():
+    assert answer("\n\na\n</think>b\n", effort="off") == ("", "a\nb\n")
+
+
+def test_raw_continues_the_text_as_it_is():
+    engine = FakeEngine("\n\n</think>more")
+    _, end = run(engine, Request("Once ", raw=True))
+    assert (end.reasoning, end.text) == ("", "\n\nmore")
+    tokenizer = engine.tokenizer
+    assert engine.calls[0].token_ids == (tokenizer.special.bos, *tokenizer.encode_text("Once "))
+
+
+def test_half_a_character_at_the_end_of_a_part_is_replaced_there():
+    tokenizer = tiny_tokenizer()
+    smile = tokenizer.encode_text("\U0001f600")
+    _, end = run(FakeEngine([*smile[:3], tokenizer.special.think_end, smile[3], *smile[:2]]))
+    assert (end.reasoning, end.text) == ("\ufffd", "\ufffd\ufffd")
+
+
+# Newlines, characters of several bytes, and stop strings that overlap each other and themselves.
+# Left out is where the vendor's parser is not of one mind: newlines at the start of an answer after
+# a stray end of reasoning, and as a stop string.
+parts = st.lists(st.sampled_from(["\n", "a", "b", "é", "｜DSML｜"])).map("".join)
+stop_lists = st.lists(st.text("abé", min_size=1, max_size=3), max_size=3)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.none() | parts, parts, stop_lists)
+def test_agrees_with_the_vendors_parser(reasoning: str | None, text: str, stop: list[str]):
+    said = text if reasoning is None else f"{reasoning}</think>{text}"
+    token_ids = with_special_tokens(said, tiny_tokenizer())
+    request = Request("Hi", effort="off" if reasoning is None else "high", stop=stop)
+    _, end = run(FakeEngine(token_ids), request)
+    assert (end.reasoning, end.text) == vendors_answer(token_ids, reasoning is not None, stop)
+
+
+def vendors_answer(token_ids: Sequence[int], is_thinking: bool, stop: list[str]) -> tuple[str, str]:
+    body = {
+        "model": "DeepSeek-V4.1-Flash",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "thinking": {"type": "enabled" if is_thinking else "disabled"},
+    }
+    request = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
+    stream = recipe.StreamProcessor(
+        recipe.ChatCompletionRequest.chunk_generator(request, "id", "model"),
+        recipe.ParsingOptions(
+            parse_tool_calls=False,
+            thinking_initial_stage=recipe.ThinkingInitialStage.ReasoningStart
+            if is_thinking
+            else None,
+            stop_sequences=stop,
+        ),
+        recipe.Tokenizer.from_str(tiny_tokenizer_json()),
+    )
+    chunks = stream.push(recipe.InferenceChunk.ready())
+    for token_id in token_ids:
+        if not stream.finished:
+            chunks += stream.push(recipe.InferenceChunk.tokens([token_id]))
+    if not stream.finished:
+        finish = recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop)
+        chunks += stream.push(finish)
+    chunks += stream.finish()
+    reasoning = text = ""
+    for chunk in chunks:
+        assert isinstance(chunk, recipe.ChatCompletionChunk)
+        for choice in json.loads(chunk.to_json())["choices"]:
+            reasoning += choice["delta"].get("reasoning_content") or ""
+            text += choice["delta"].get("content") or ""
+    return reasoning, text
+
+
+def test_nothing_is_held_back_without_need():
+    """What may be shown is shown at once: newlines wait only inside and after the reasoning."""
+    reader = AnswerReader(tiny_tokenizer(), starts_in_reasoning=True, stop=["END"])
+    shown: list[str] = []
+    for token_id in with_special_tokens("a\n\nb\n</think>\nc\nEN E", tiny_tokenizer()):
+        shown.append("".join(delta.text for delta in reader.push(token_id)))
+    assert shown == ["a", "", "", "\n\nb", "", "", "", "c", "\n", "", "", "EN ", ""]
+    assert [delta.text for delta in reader.finish()] == ["E"]
+
+
+cut_texts = st.lists(st.text("ab", max_size=6))
+stops = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
+
+
+@settings(deadline=None, max_examples=500)
+@given(cut_texts, stops)
+@example(["aaab"], ["aab"])  # goes on from a shorter beginning within the one that failed
+@example(["aab"], ["aab", "ab"])
+@example(["aab"], ["ab", "aab"])
+def test_stop_strings_do_not_depend_on_the_cuts(cut_text: list[str], stop: list[str]):
+    matcher = StopStrings(stop)
+    text, shown = "", ""
+    for piece in cut_text:
+        shown += matcher.push(piece)
+        text += piece
+        assert shown == visible(text, stop)
+    ended = any(string in text for string in stop)
+    assert matcher.is_found == ended
+    assert shown + matcher.finish() == (visible(text, stop) if ended else text)
+
+
+def visible(text: str, stop: list[str]) -> str:
+    """What can be shown of a text, by trying every prefix against every stop string."""
+    for end in range(len(text) + 1):
+        found = [len(string) for string in stop if text[:end].endswith(string)]
+        if found:
+            return text[: end - found[0]]
+    beginnings = [string[:n] for string in stop for n in range(1, len(string))]
+    return text[: len(text) - max((len(b) for b in beginnings if text.endswith(b)), default=0)]
+
+
+def test_a_stop_string_ends_the_work():
+    engine = FakeEngine("STOP</think>one STOP two")
+    _, end = run(engine, Request("Hi", stop=["STOP", "three"]))
+    assert (end.reasoning, end.text, end.finish_reason) == ("STOP", "one ", "stop")
+    assert engine.tokens_made == len("STOP") + 1 + len("one STOP") == end.completion_tokens
+
+
+@pytest.mark.parametrize("name", ["user", "system", "bos"])
+def test_a_token_of_prompts_ends_the_answer_with_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+):
+    engine = FakeEngine(f"why</think>so S{SPELLINGS[name]}unsaid")
+    with caplog.at_level(logging.WARNING):
+        _, end = run(engine, Request("Hi", stop=["STOP"]))
+    assert (end.text, end.finish_reason) == ("so S", "stop")
+    assert engine.tokens_made == end.completion_tokens == len("why") + 1 + len("so S") + 1
+    (record,) = caplog.records
+    assert SPELLINGS[name] in record.message
+
+
+def test_length_ends_in_reasoning_or_answer():
+    _, end = run(FakeEngine("why</think>so"), Request("Hi", max_tokens=2))
+    assert (end.reasoning, end.text, end.finish_reason) == ("wh", "", "length")
+    _, end = run(FakeEngine("why</think>so"), Request("Hi", max_tokens=5))
+    assert (end.reasoning, end.text, end.finish_reason) == ("why", "s", "length")
+    _, end = run(FakeEngine("why</think>so"), Request("Hi", max_tokens=6))
+    assert (end.text, end.finish_reason) == ("so", "stop")
+
+
+def test_the_engine_gets_the_prompt_and_the_parameters():
+    engine = FakeEngine("</think>so")
+    sampling = Sampling(temperature=0.5, top_p=0.9, min_p=0.1, seed=4)
+    turns = [Message("user", "Hi"), Message("assistant", "Ho"), Message("user", "Hey")]
+    run(engine, Request(turns, system="Be brief.", effort="low", max_tokens=9, sampling=sampling))
+    (call,) = engine.calls
+    expected = encode(
+        conversation([Message("system", "Be brief."), *turns], "low"), engine.tokenizer
+    )
+    assert call.token_ids == expected.token_ids
+    assert (call.max_tokens, call.sampling) == (9, sampling)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"effort": "off"}, 8192),
+        ({}, 65536),
+        ({"effort": "max"}, 131072),
+        ({"raw": True}, 8192),
+    ],
+)
+def test_default_length_within_the_context(options: dict[str, Any], expected: int):
+    engine = FakeEngine(context_tokens=1_000_000)
+    _, end = run(engine, Request("Hi", **options))
+    assert engine.calls[0].max_tokens == expected
+    engine = FakeEngine(context_tokens=end.prompt_tokens + 7)
+    run(engine, Request("Hi", **options))
+    assert engine.calls[0].max_tokens == 7
+
+
+def test_a_prompt_beyond_the_context_is_the_engines_to_refuse():
+    for context_tokens in (3, 20):
+        with pytest.raises(ContextTooLong):
+            list(respond(FakeEngine(context_tokens=context_tokens), HI))
+
+
+def test_progress_and_account():
+    told: list[Progress] = []
+    engine = FakeEngine("why</think>so", known_tokens=5, chunk_tokens=40)
+    events, end = run(engine, HI, on_progress=told.append)
+    n = len(engine.calls[0].token_ids)
+    assert 85 < n == end.prompt_tokens < 125
+    assert [(p.done_tokens, p.total_tokens) for p in told] == [(5, n), (45, n), (85, n), (n, n)]
+    first, last = (e for e in events if isinstance(e, Progress))
+    assert (events.index(first), events.index(last)) == (0, 1)
+    assert (first.done_tokens, last.done_tokens, last.total_tokens) == (0, n, n)
+    assert (end.cached_tokens, end.completion_tokens) == (5, 6)
+    times = [first.elapsed_s, *(p.elapsed_s for p in told), last.elapsed_s]
+    assert times == sorted(times)
+    timings = end.timings
+    assert last.elapsed_s == timings.prefill_s > 0
+    assert timings.prefill_tokens_per_s == pytest.approx((n - 5) / timings.prefill_s)
+    assert timings.decode_tokens_per_s == pytest.approx(5 / timings.decode_s)
+
+
+def test_an_empty_answer_has_no_rates_to_divide_by():
+    _, end = run(FakeEngine(""))
+    assert (end.completion_tokens, end.timings.decode_tokens_per_s) == (0, 0.0)
+
+
+def test_cancelled_while_answering():
+    said: list[int] = []
+    engine = FakeEngine("why\n</think>so it goes", before_token=said.append)
+    _, end = run(engine, Request("Hi", stop=["it is"]), cancelled=lambda: len(said) == 10)
+    assert (end.reasoning, end.text, end.finish_reason) == ("why", "so it", "cancelled")
+    assert engine.tokens_made == end.completion_tokens == 10
+
+
+def test_cancelled_during_the_prefill():
+    told: list[Progress] = []
+    engine = FakeEngine("so", chunk_tokens=10)
+    _, end = run(engine, HI, on_progress=told.append, cancelled=lambda: len(told) == 2)
+    assert (end.text, end.finish_reason, end.completion_tokens) == ("", "cancelled", 0)
+    assert len(told) == 2
+
+
+def test_closing_the_iterator_closes_the_engines():
+    engine = FakeEngine("why</think>so")
+    events = respond(engine, HI)
+    while not isinstance(next(events), ReasoningDelta):
+        pass
+    assert not engine.is_closed
+    events.close()
+    assert engine.is_closed
+    assert engine.tokens_made == 1
+
+
+def test_every_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch):
+    decoded: list[int] = []
+    token_bytes = Tokenizer.token_bytes
+
+    def counted(tokenizer: Tokenizer, token_id: int) -> bytes:
+        decoded.append(token_id)
+        return token_bytes(tokenizer, token_id)
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", counted)
+    said = "\n" * 50 + "why" * 50 + "\n" * 50
+    run(FakeEngine(said), Request("Hi", stop=["whale"]))
+    assert len(decoded) == len(said)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": " \n"}, "the prompt is empty"),
+        ({"prompt": "", "raw": True}, "the prompt is empty"),
+        ({"prompt": []}, "must end with a message of the user"),
+        ({"prompt": "a\udcff"}, "not valid Unicode at character 1"),
+        ({"prompt": "Hi", "system": "\ud800"}, "not valid Unicode at character 0"),
+        ({"prompt": "Hi", "max_tokens": 0}, "max_tokens is 0, it must be at least 1"),
+        ({"prompt": "Hi", "stop": ["a", ""]}, "a stop string is empty"),
+        ({"prompt": "Hi", "stop": "ab"}, "stop is one string, it must be a list"),
+        ({"prompt": "Hi", "effort": "ultra"}, "effort is 'ultra'"),
+        ({"prompt": "Hi", "raw": True, "system": "x"}, "leave out system and messages"),
+        ({"prompt": [Message("user", "x")], "raw": True}, "leave out system and messages"),
+    ],
+)
+def test_impossible_requests_are_refused(values: dict[str, Any], sentence: str):
+    with pytest.raises(BadRequest, match=sentence):
+        Request(**values)
