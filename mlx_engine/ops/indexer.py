@@ -12,7 +12,7 @@ from mlx_engine.formats import RowFormat
 from mlx_engine.ops.topk import top_k
 
 # Queries times heads times rows scored at once: bounds the memory of a prefill at any context.
-_TILE_VALUES = 1 << 23
+_TILE_VALUES = 1 << 21
 
 
 @dataclass(frozen=True)
