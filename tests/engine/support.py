@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -110,31 +110,25 @@ class Subject:
         self.config = model.config
         self._traces: dict[tuple[tuple[int, ...], bool], Trace] = {}
 
-    @cached_property
-    def token_map(self) -> NDArray[np.int32]:
-        """The map of the tests: the id modulo the size of the compressed vocabulary."""
-        return _token_map(self.raw)
-
     def close(self) -> None:
         """Close the table files."""
         if self.reader is not None:
             self.reader.close()
 
-    def ids(self, T: int, seed: int = 0) -> list[int]:
-        """T random text tokens."""
-        return np.random.default_rng(seed).integers(0, self.config.image_token_id, T).tolist()
+    def reference(self, *, is_rounded: bool = True) -> Reference:
+        """The same checkpoint as the reference reads it, with the cache roundings or without."""
+        text = self.raw["text_config"]
+        # The reference has no number for "no candidate source".
+        if text["candidate_source_layer_id"] < 0:
+            text = {**text, "candidate_source_layer_id": None}
+        raw = {**self.raw, "text_config": text}
+        return Reference(raw, self.tensors, _token_map(raw), round_cache=is_rounded)
 
     def trace(self, ids: Sequence[int], *, is_rounded: bool = True) -> Trace:
         """The reference's forward pass, computed once."""
         key = (tuple(ids), is_rounded)
         if key not in self._traces:
-            text = self.raw["text_config"]
-            # The reference has no number for "no candidate source".
-            if text["candidate_source_layer_id"] < 0:
-                text = {**text, "candidate_source_layer_id": None}
-            raw = {**self.raw, "text_config": text}
-            reference = Reference(raw, self.tensors, self.token_map, round_cache=is_rounded)
-            self._traces[key] = reference.forward(ids)
+            self._traces[key] = self.reference(is_rounded=is_rounded).forward(ids)
         return self._traces[key]
 
     def state(self, *, is_rounded: bool = True) -> SessionState:
@@ -252,7 +246,7 @@ def _recorded(subject: Subject, T: int, formats: CacheFormats) -> Generator[Run]
     done = dict.fromkeys(by_gate.values(), 0)  # tokens that have passed the layer
     route: Callable[..., Any] = mlx_engine.model.route
     attend: Callable[..., Any] = mlx_engine.model.sparse_attention
-    choose: Callable[..., Any] = mlx_engine.model.choose_rows
+    choose: Callable[..., tuple[mx.array, mx.array | None]] = mlx_engine.model.choose_rows
 
     def watched_route(x: mx.array, gate_weight: mx.array, *rest: Any, **options: Any) -> Any:
         ids, weights = route(x, gate_weight, *rest, **options)
@@ -281,16 +275,19 @@ def _recorded(subject: Subject, T: int, formats: CacheFormats) -> Generator[Run]
             _mark(run.rows[layer][at], selected)
         return attend(q, position, window, selected, sinks, **options)
 
-    def watched_choice(queries: IndexQueries, *rest: Any, **options: Any) -> Any:
+    def watched_choice(
+        queries: IndexQueries, *rest: Any, **options: Any
+    ) -> tuple[mx.array, mx.array | None]:
         rows, blocks = choose(queries, *rest, **options)
         if blocks is not None:
             assert run.candidates is not None
             # This chunk has not reached the layer's experts yet.
             first = done[config.candidate_source_layer_id]
-            visible = run.candidates[first : first + queries.q.shape[0]]
-            block_of_row = np.arange(visible.shape[1]) // config.candidate_block_size
-            chosen = np.array(blocks, np.int32)[:, None, :] == block_of_row[:, None]
-            visible &= chosen.any(axis=-1)
+            at = slice(first, first + queries.q.shape[0])
+            S: int = run.candidates.shape[1]
+            block_of_row = np.arange(S) // config.candidate_block_size
+            listed = np.array(blocks, np.int32)
+            run.candidates[at] &= (block_of_row[:, None] == listed[:, None]).any(axis=-1)
         return rows, blocks
 
     with pytest.MonkeyPatch.context() as patch:

@@ -181,14 +181,14 @@ def test_the_e4m3_scale_at_its_own_midpoints() -> None:
     np.testing.assert_array_equal(packed, np.stack([scale, scale], axis=1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "floor", "scale"),
-    [
-        ("window", 1e-4, 127 - 22),
-        ("index", 6 * 2.0**-126, 1),
-        ("compressed", 6 * 2.0**-9, 1),
-    ],
-)
+FLOORS = [
+    ("window", 1e-4, 127 - 22),
+    ("index", 6 * 2.0**-126, 1),
+    ("compressed", 6 * 2.0**-9, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "floor", "scale"), FLOORS)
 def test_a_small_block_has_the_scale_of_the_floor(kind: str, floor: float, scale: int) -> None:
     amax = np.array([0, floor / 1000, floor / 2, np.float32(floor)], np.float32)
     x = blocks_with(amax)

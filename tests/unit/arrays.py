@@ -1,0 +1,32 @@
+"""Small arrays for the tests of operations: to MLX and back, random values, comparison."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+INF = float("inf")
+
+
+def f32(x: Any) -> mx.array:
+    """An f32 array of anything that numpy reads."""
+    return mx.array(np.asarray(x, np.float32))
+
+
+def host(x: mx.array) -> NDArray[np.float32]:
+    """The values in numpy; bf16 is widened."""
+    return np.array(x.astype(mx.float32), np.float32)
+
+
+def normal(seed: int, *shape: int) -> Float:
+    """Random values that f32 holds."""
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return values.astype(np.float32).astype(np.float64)
+
+
+def close(found: mx.array, expected: NDArray[Any], relative: float = 2e-6) -> None:
+    """Within a few roundings of the largest expected value."""
+    bound = relative * max(float(np.abs(expected).max()), 1e-30)
+    np.testing.assert_allclose(host(found), expected, rtol=0, atol=bound)
