@@ -17,7 +17,7 @@ def _long_session(subject: Subject, tokens: int) -> Session:
     """A session whose compressed rows are random, as long as if it had read so many tokens."""
     config = subject.config
     session = Session(subject.model, subject.reader)
-    session.sync(subject.ids(16))
+    session.sync(list(range(3, 19)))
     state = session.state
     for source in config.kv_source_layer_ids:
         for rows, fmt, width in (
