@@ -87,6 +87,26 @@ class PeerSession:
         mx.eval(last)
         return last
 
+    def generate(self, token_id: int, tokens: int) -> list[int]:
+        """Append a token and the greedy ones after it, all but the last: those greedy tokens.
+
+        As in `generate_step`: a step is enqueued before the token that it appends is read.
+        """
+        generated: list[int] = []
+        following = self._greedy(mx.array([token_id]))
+        for left in range(tokens, 0, -1):
+            current = following
+            if left > 1:
+                following = self._greedy(current)
+            generated.append(cast(int, current.item()))
+        return generated
+
+    def _greedy(self, token_id: mx.array) -> mx.array:
+        logits = self._model(token_id[None], self.cache)[0, -1:]
+        token = mx.argmax(logits, axis=-1)
+        mx.async_eval(token)
+        return token
+
 
 class Unrounded:
     """A row format of the engine's cache that keeps f32 as it is."""
@@ -108,6 +128,9 @@ class Unrounded:
         return x @ rows.view(mx.float32).T
 
 
+UNROUNDED = CacheFormats(Unrounded(), Unrounded(), Unrounded())
+
+
 @contextmanager
 def without_roundings() -> Generator[CacheFormats]:
     """The peer rounds no cached value here; yields the formats with which the engine does not.
@@ -120,7 +143,7 @@ def without_roundings() -> Generator[CacheFormats]:
         patch.object(module, "_fake_quant_fp8", _unrounded),
         patch.object(module, "_fake_quant_fp4", _unrounded),
     ):
-        yield CacheFormats(Unrounded(), Unrounded(), Unrounded())
+        yield UNROUNDED
 
 
 def _unrounded(x: mx.array, *_: int, **options: Any) -> mx.array:

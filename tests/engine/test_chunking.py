@@ -1,7 +1,6 @@
 """However a prompt is cut, and however little the upper layers see, the result is the same."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +20,6 @@ from tests.engine.support import (
     tiny_config,
 )
 from tests.unit.arrays import host
-
 
 # An odd length leaves a group of two open; it wraps the window of 8 and prunes rows of all kinds.
 IDS = quiet_tokens("tiny")
