@@ -9,7 +9,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 # The folders that pyproject.toml maps into mlx_engine.
-MAPPED := cli
+MAPPED := cli metal
 
 ifneq ($(shell command -v uv 2>/dev/null),)
 PYTHON ?= >=3.11,<3.14

@@ -30,6 +30,7 @@ RANKS = (
     ("inventory", "shards", "weights", "memory"),
     ("token_map", "engram", "engram_table"),
     ("checkpoint", "tiny", "tiny_tokenizer", "download"),
+    ("metal",),
     ("ops",),
     ("state",),
     ("model",),

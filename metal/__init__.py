@@ -1,0 +1,1 @@
+"""Metal sources: common.h and one file a family of kernels. `mlx_engine.ops.launch` reads them."""

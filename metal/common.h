@@ -1,0 +1,41 @@
+// What the kernels share: the checkpoint's number formats, and sums over threads.
+//
+// Codes are read packed, as released: e4m3 four to a 32-bit word and e2m1 eight, lowest first.
+// Scales are e8m0 bytes, powers of two, which a kernel turns into a float by placing the exponent.
+
+constant constexpr uint SIMD = 32;
+
+// The value of an e8m0 byte: 2^(scale - 127). 255, which is no number, does not occur: the loader
+// refuses it.
+inline float e8m0(uint scale) {
+    return as_type<float>(scale == 0 ? 0x400000u : scale << 23);
+}
+
+// The value of an e4m3 code (no infinity; the code 0x7f, no number, does not occur).
+inline float e4m3(uint code) {
+    // Exponent and mantissa moved to an f16's place are the value times 2^-8, subnormals included.
+    const ushort bits = ushort((code & 0x80u) << 8 | (code & 0x7fu) << 7);
+    return float(as_type<half>(bits)) * 256.0f;
+}
+
+// The value of an e2m1 code: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+inline float e2m1(uint code) {
+    // As above: exponent and mantissa at an f16's place are the value times 2^-14.
+    const ushort bits = ushort((code & 0x8u) << 12 | (code & 0x7u) << 9);
+    return float(as_type<half>(bits)) * 16384.0f;
+}
+
+// The sum of a value over all threads of a group, the same on every thread. `scratch` holds a float
+// for each of at most 32 simdgroups; it may be used again after the next barrier.
+inline float group_sum(
+    float value, threadgroup float* scratch, uint simdgroups, uint simdgroup, uint lane) {
+    value = simd_sum(value);
+    if (lane == 0) {
+        scratch[simdgroup] = value;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float total = lane < simdgroups ? scratch[lane] : 0.0f;
+    total = simd_sum(total);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    return total;
+}
