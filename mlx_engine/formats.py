@@ -30,8 +30,16 @@ class RowFormat(Protocol):
         """uint32 [.., words] -> f32 [.., width]."""
         ...
 
-    def product(self, x: mx.array, rows: mx.array) -> mx.array:
-        """f32 [.., M, width] times packed rows [S, words], transposed -> f32 [.., M, S]."""
+    def encode(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[.., width] floats -> codes uint32 [.., code words], scales uint8 [.., groups]."""
+        ...
+
+    def decode(self, codes: mx.array, scales: mx.array) -> mx.array:
+        """The values of codes and scales -> f32 [.., width]."""
+        ...
+
+    def product(self, x: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
+        """f32 [M, width] times S rows of codes and scales, transposed -> f32 [M, S]."""
         ...
 
 
@@ -48,7 +56,27 @@ class PackedFormat:
         return -(-(width * self.bits // 8 + width // self.group) // 4)
 
     def pack(self, x: mx.array) -> mx.array:
-        """Round floats [.., width] to the format: uint32 [.., words]."""
+        """Round floats [.., width] to rows: uint32 [.., words]."""
+        *lead, width = x.shape
+        codes, scales = self.encode(x)
+        parts = [codes.view(mx.uint8), scales]
+        padding = self.words(width) * 4 - width * self.bits // 8 - width // self.group
+        if padding:
+            parts.append(mx.zeros((*lead, padding), dtype=mx.uint8))
+        return mx.concatenate(parts, axis=-1).view(mx.uint32)
+
+    def unpack(self, rows: mx.array, width: int) -> mx.array:
+        """The exact values of rows: uint32 [.., words] -> f32 [.., width]."""
+        code_words = width * self.bits // 32
+        scales = mx.contiguous(rows[..., code_words:]).view(mx.uint8)
+        codes = mx.contiguous(rows[..., :code_words])
+        return self.decode(codes, scales[..., : width // self.group])
+
+    def encode(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Round floats [.., width]: codes uint32 [.., width * bits / 32], scales uint8 [.., n].
+
+        The scale is made from the group's largest value times the f32 reciprocal of the format's.
+        """
         *lead, width = x.shape
         groups = x.astype(mx.float32).reshape(*lead, width // self.group, self.group)
         amax = mx.max(mx.abs(groups), axis=-1, keepdims=True)
@@ -64,42 +92,30 @@ class PackedFormat:
         codes = codes.reshape(*lead, width)
         if self.bits == 4:
             codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        parts = [codes, scale.reshape(*lead, width // self.group)]
-        padding = self.words(width) * 4 - codes.shape[-1] - width // self.group
-        if padding:
-            parts.append(mx.zeros((*lead, padding), dtype=mx.uint8))
-        return mx.concatenate(parts, axis=-1).view(mx.uint32)
+        return codes.view(mx.uint32), scale.reshape(*lead, width // self.group)
 
-    def unpack(self, rows: mx.array, width: int) -> mx.array:
-        """The exact values of packed rows: uint32 [.., words] -> f32 [.., width]."""
-        codes, scale = self.split(rows, width)
+    def decode(self, codes: mx.array, scales: mx.array) -> mx.array:
+        """The exact values of codes uint32 [.., n] with their scales: f32 [.., width]."""
         return mx.dequantize(
             codes,
-            scale,
+            scales,
             group_size=self.group,
             bits=self.bits,
             mode=self.mode,
             dtype=mx.float32,
         )
 
-    def product(self, x: mx.array, rows: mx.array) -> mx.array:
-        """x [.., M, width] f32 times rows [S, words], transposed, read packed: f32 [.., M, S]."""
-        codes, scale = self.split(rows, x.shape[-1])
+    def product(self, x: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
+        """x [M, width] f32 times S rows of codes and scales, read where they lie: f32 [M, S]."""
         return mx.quantized_matmul(
             x,
             codes,
-            scale,
+            scales,
             transpose=True,
             group_size=self.group,
             bits=self.bits,
             mode=self.mode,
         )
-
-    def split(self, rows: mx.array, width: int) -> tuple[mx.array, mx.array]:
-        """Codes uint32 [.., width * bits / 32] and scales uint8 [.., width / group] of rows."""
-        code_words = width * self.bits // 32
-        scales = mx.contiguous(rows[..., code_words:]).view(mx.uint8)
-        return mx.contiguous(rows[..., :code_words]), scales[..., : width // self.group]
 
 
 WINDOW = PackedFormat("mxfp8", bits=8, group=32)

@@ -19,7 +19,8 @@ from mlx_engine.ops.attention import SelectedRows, sparse_attention
 from mlx_engine.ops.compressor import compressed_rows, index_keys, pool_groups
 from mlx_engine.ops.engram import engram_gate
 from mlx_engine.ops.experts import moe
-from mlx_engine.ops.indexer import IndexQueries, choose_rows
+from mlx_engine.ops.head import head_logits
+from mlx_engine.ops.indexer import IndexKeys, IndexQueries, choose_rows
 from mlx_engine.ops.linear import fp8_linear, grouped_output, linear_f32
 from mlx_engine.ops.mhc import mhc_coefficients, mhc_collapse_norm, mhc_expand
 from mlx_engine.ops.norm import rms_norm
@@ -135,7 +136,7 @@ class Model:
     def head(self, streams: mx.array, pre: mx.array) -> mx.array:
         """Collapse with the last sublayer's pre, norm, and multiply by the head: f32 [T, V]."""
         x = mhc_collapse_norm(streams, pre, self.weights.norm, self.config.rms_norm_eps)
-        return linear_f32(x, self.weights.head)
+        return head_logits(x, self.weights.head)
 
     def _chunk(self, end: int, tokens: int) -> _Chunk:
         positions = np.arange(end - tokens, end)
@@ -157,6 +158,8 @@ class Model:
         plan, w, eps = self.plans[layer], self.weights.layers[layer], self.config.rms_norm_eps
         if w.engram is not None:
             assert engram_rows is not None
+            # The layers below compute while the rows arrive.
+            mx.async_eval(streams, pre)
             codes, scales = engram_rows.result(layer)
             streams = engram_gate(streams, mx.array(codes), mx.array(scales), w.engram, eps)
         x = mhc_collapse_norm(streams, pre, w.attn_norm, eps)
@@ -263,7 +266,7 @@ class Model:
         at = rotation(self.config, positions, is_compressed=True)
         state.compressed[source].append(compressed_rows(latent, at, state.formats.compressed))
         keys = index_keys(latent, w.indexer.wk, w.indexer.k_norm, at, state.formats.index, eps)
-        state.index_keys[source].append(keys)
+        state.index_keys[source].append(*keys)
 
     def _select(
         self,
@@ -288,14 +291,13 @@ class Model:
         q = rotate(fp8_linear(qr, w.wq_b).reshape(Q, heads, D), chunk.at(plan, Q))
         fmt = state.formats.index
         queries = IndexQueries(
-            q=fmt.unpack(fmt.pack(q), D),
+            q=fmt.decode(*fmt.encode(q)),
             head_weights=linear_f32(x, w.weights_proj) * (D**-0.5 * heads**-0.5),
             visible=mx.array(chunk.visible(plan, Q)),
         )
         rows, blocks = choose_rows(
             queries,
-            keys.view(),
-            fmt,
+            IndexKeys(keys.codes.view(), keys.scales.view(), fmt),
             k=config.index_topk,
             block_size=config.candidate_block_size,
             topk_blocks=config.candidate_topk_blocks if makes_candidates else None,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from mlx_engine.config import ModelConfig
-from mlx_engine.formats import CacheFormats
+from mlx_engine.formats import CacheFormats, RowFormat
 from mlx_engine.ops.attention import WindowRows
 
 _FIRST_ROWS = 256
@@ -59,14 +59,14 @@ class Window:
 
 
 class GrowingRows:
-    """Packed rows of a compressed layer, appended in place."""
+    """Rows of one width, appended in place."""
 
-    def __init__(self, words: int) -> None:
-        self.buffer: mx.array = mx.zeros((0, words), dtype=mx.uint32)
+    def __init__(self, width: int, dtype: mx.Dtype = mx.uint32) -> None:
+        self.buffer: mx.array = mx.zeros((0, width), dtype=dtype)
         self.length = 0
 
     def append(self, new: mx.array) -> None:
-        """Add rows [G, words] at the end."""
+        """Add rows [G, width] at the end."""
         needed = self.length + new.shape[0]
         capacity = self.buffer.shape[0]
         if needed > capacity:
@@ -76,8 +76,29 @@ class GrowingRows:
         self.length = needed
 
     def view(self) -> mx.array:
-        """The rows so far [length, words]; let it go before the next append."""
+        """The rows so far [length, width]; let it go before the next append."""
         return self.buffer[: self.length]
+
+
+class GrowingKeys:
+    """Index keys of a compressed layer, codes and scales apart.
+
+    Every scan reads all of them, in place only if each lies together as MLX's products want it.
+    """
+
+    def __init__(self, fmt: RowFormat, width: int) -> None:
+        codes, scales = fmt.encode(mx.zeros((0, width)))
+        self.codes = GrowingRows(codes.shape[-1], codes.dtype)
+        self.scales = GrowingRows(scales.shape[-1], scales.dtype)
+
+    @property
+    def length(self) -> int:
+        return self.codes.length
+
+    def append(self, codes: mx.array, scales: mx.array) -> None:
+        """Add keys [G, ..] at the end."""
+        self.codes.append(codes)
+        self.scales.append(scales)
 
 
 class PendingGroup:
@@ -100,13 +121,14 @@ class SessionState:
         self.position = 0
         window_words = self.formats.window.words(config.head_dim)
         compressed_words = self.formats.compressed.words(config.head_dim)
-        index_words = self.formats.index.words(config.index_head_dim)
         sources = config.kv_source_layer_ids
         self.windows = [
             Window(config.sliding_window, window_words) for _ in range(config.num_hidden_layers)
         ]
         self.compressed = {source: GrowingRows(compressed_words) for source in sources}
-        self.index_keys = {source: GrowingRows(index_words) for source in sources}
+        self.index_keys = {
+            source: GrowingKeys(self.formats.index, config.index_head_dim) for source in sources
+        }
         self.pending = {
             source: PendingGroup(config.head_dim)
             for source in sources
@@ -117,8 +139,11 @@ class SessionState:
         """Every array of the state: what a step must have computed before the next one starts."""
         for window in self.windows:
             yield window.rows
-        for rows in (*self.compressed.values(), *self.index_keys.values()):
+        for rows in self.compressed.values():
             yield rows.buffer
+        for keys in self.index_keys.values():
+            yield keys.codes.buffer
+            yield keys.scales.buffer
         for group in self.pending.values():
             yield group.kv
             yield group.gate

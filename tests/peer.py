@@ -15,6 +15,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlx_engine.formats import CacheFormats
+from tests.unrounded import UNROUNDED
 
 
 class PeerCache(Protocol):
@@ -106,29 +107,6 @@ class PeerSession:
         token = mx.argmax(logits, axis=-1)
         mx.async_eval(token)
         return token
-
-
-class Unrounded:
-    """A row format of the engine's cache that keeps f32 as it is."""
-
-    def words(self, width: int) -> int:
-        """One word a value."""
-        return width
-
-    def pack(self, x: mx.array) -> mx.array:
-        """The values' bits."""
-        return x.astype(mx.float32).view(mx.uint32)
-
-    def unpack(self, rows: mx.array, width: int) -> mx.array:
-        """The values."""
-        return rows.view(mx.float32)
-
-    def product(self, x: mx.array, rows: mx.array) -> mx.array:
-        """x [.., M, width] times rows [S, width] transposed."""
-        return x @ rows.view(mx.float32).T
-
-
-UNROUNDED = CacheFormats(Unrounded(), Unrounded(), Unrounded())
 
 
 @contextmanager

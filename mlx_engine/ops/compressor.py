@@ -25,7 +25,7 @@ def compressed_rows(latent: mx.array, at: Rotation, fmt: RowFormat) -> mx.array:
 
 def index_keys(
     latent: mx.array, wk: mx.array, k_norm: mx.array, at: Rotation, fmt: RowFormat, norm_eps: float
-) -> mx.array:
-    """The cached index keys of normed, unrotated latents [G, head_dim]."""
+) -> tuple[mx.array, mx.array]:
+    """The cached index keys of normed, unrotated latents [G, head_dim]: codes and scales."""
     key = linear_f32(latent, wk).astype(latent.dtype)
-    return fmt.pack(rotate(rms_norm(key, k_norm, norm_eps), at))
+    return fmt.encode(rotate(rms_norm(key, k_norm, norm_eps), at))

@@ -53,7 +53,7 @@ def clamped_swiglu(gate: mx.array, up: mx.array, limit: float) -> mx.array:
 
 
 def _expert_product(x: mx.array, ids: mx.array, w: Fp4, is_sorted: bool) -> mx.array:
-    """x [.., 1, K] times the experts `ids`, transposed: f32 [.., 1, N]."""
+    """x [.., 1, K] times the experts `ids`, transposed, rounded to x's dtype: f32 [.., 1, N]."""
     # MLX's product on the CPU accumulates in its input's type; on the GPU in f32.
     y = mx.gather_qmm(
         x if mx.default_device() == mx.gpu else x.astype(mx.float32),
@@ -66,4 +66,4 @@ def _expert_product(x: mx.array, ids: mx.array, w: Fp4, is_sorted: bool) -> mx.a
         mode="mxfp4",
         sorted_indices=is_sorted,
     )
-    return y.astype(mx.float32)
+    return y.astype(x.dtype).astype(mx.float32)

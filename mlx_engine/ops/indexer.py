@@ -12,7 +12,7 @@ from mlx_engine.formats import RowFormat
 from mlx_engine.ops.topk import top_k
 
 # Queries times heads times rows scored at once: bounds the memory of a prefill at any context.
-_TILE_VALUES = 1 << 21
+_TILE_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,38 @@ class IndexQueries:
     visible: mx.array
 
 
+@dataclass(frozen=True)
+class IndexKeys:
+    """S keys of one source: codes uint32 [S, ..] and scales uint8 [S, ..] of a format."""
+
+    codes: mx.array
+    scales: mx.array
+    fmt: RowFormat
+
+
 def choose_rows(
     queries: IndexQueries,
-    keys: mx.array,
-    fmt: RowFormat,
+    keys: IndexKeys,
     *,
     k: int,
     block_size: int,
     topk_blocks: int | None = None,
     candidates: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """Score packed keys [S, words] and choose the k best rows of every query.
+    """Score the keys and choose the k best rows of every query.
 
     With `topk_blocks` the best blocks are chosen too, for later layers; with `candidates`, int32
     [Q, B], only rows of those blocks can be chosen. Returns the rows int32 [Q, min(k, S)] and the
     blocks int32 [Q, B] or None, both ascending with -1 for none.
     """
     Q, H, _ = queries.q.shape
-    step = max(1, _TILE_VALUES // (H * keys.shape[0]))
+    step = max(1, _TILE_VALUES // (H * keys.codes.shape[0]))
     rows: list[mx.array] = []
     blocks: list[mx.array] = []
     for first in range(0, Q, step):
         tile = slice(first, first + step)
         visible = queries.visible[tile]
-        scores = index_scores(queries.q[tile], queries.head_weights[tile], keys, visible, fmt)
+        scores = index_scores(queries.q[tile], queries.head_weights[tile], keys, visible)
         if topk_blocks is not None:
             blocks.append(
                 candidate_blocks(scores, visible, block_size=block_size, topk_blocks=topk_blocks)
@@ -61,13 +69,19 @@ def choose_rows(
 
 
 def index_scores(
-    q: mx.array, head_weights: mx.array, keys: mx.array, visible: mx.array, fmt: RowFormat
+    q: mx.array, head_weights: mx.array, keys: IndexKeys, visible: mx.array
 ) -> mx.array:
     """score(p, j) = sum_h w_h relu(q_h . k_j), -inf where p does not see j: f32 [Q, S]."""
-    _, H, D = q.shape
-    S = keys.shape[0]
-    dots = fmt.product(q.astype(mx.float32).reshape(-1, D), keys).reshape(-1, H, S)
-    scores = (head_weights[:, None, :] @ mx.maximum(dots, 0))[:, 0, :]
+    Q, H, D = q.shape
+    S = keys.codes.shape[0]
+    flat = q.astype(mx.float32).reshape(-1, D)
+    step = max(1, _TILE_VALUES // (Q * H))
+    parts: list[mx.array] = []
+    for first in range(0, S, step):
+        rows = slice(first, first + step)
+        dots = keys.fmt.product(flat, keys.codes[rows], keys.scales[rows]).reshape(Q, H, -1)
+        parts.append((head_weights[:, None, :] @ mx.maximum(dots, 0))[:, 0, :])
+    scores = mx.concatenate(parts, axis=-1)
     return mx.where(mx.arange(S) < visible[:, None], scores, -mx.inf)
 
 

@@ -32,6 +32,7 @@ from tests.checkpoints import write_checkpoint
 from tests.reference import engram
 from tests.reference.forward import Reference, Trace
 from tests.reference.random_tensors import TINY_CONFIG, random_tensors
+from tests.unrounded import UNROUNDED
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
@@ -39,26 +40,6 @@ Floats = NDArray[np.float32]
 
 class Mismatch(AssertionError):
     """The model and the reference disagree."""
-
-
-@dataclass(frozen=True)
-class Unrounded:
-    """A row format that keeps f32 as it is, to compare the model apart from the roundings."""
-
-    def words(self, width: int) -> int:
-        return width
-
-    def pack(self, x: mx.array) -> mx.array:
-        return x.astype(mx.float32).view(mx.uint32)
-
-    def unpack(self, rows: mx.array, width: int) -> mx.array:
-        return rows.view(mx.float32)
-
-    def product(self, x: mx.array, rows: mx.array) -> mx.array:
-        return x @ self.unpack(rows, x.shape[-1]).T
-
-
-UNROUNDED = CacheFormats(Unrounded(), Unrounded(), Unrounded())
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -164,9 +145,10 @@ class Subject:
         run.logits = np.concatenate(logits)
         config, formats = self.config, state.formats
         for source in config.kv_source_layer_ids:
-            packed, keys = state.compressed[source].view(), state.index_keys[source].view()
+            packed, keys = state.compressed[source].view(), state.index_keys[source]
             run.compressed[source] = np.array(formats.compressed.unpack(packed, config.head_dim))
-            run.index_keys[source] = np.array(formats.index.unpack(keys, config.index_head_dim))
+            decoded = formats.index.decode(keys.codes.view(), keys.scales.view())
+            run.index_keys[source] = np.array(decoded)
         return run
 
 

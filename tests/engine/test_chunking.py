@@ -11,7 +11,6 @@ import mlx_engine.model
 from mlx_engine.session import Prefill, Session
 from tests.engine.quiet import quiet_tokens
 from tests.engine.support import (
-    UNROUNDED,
     Subject,
     build,
     compare_cache,
@@ -20,6 +19,7 @@ from tests.engine.support import (
     tiny_config,
 )
 from tests.unit.arrays import host
+from tests.unrounded import UNROUNDED
 
 # An odd length leaves a group of two open; it wraps the window of 8 and prunes rows of all kinds.
 IDS = quiet_tokens("tiny")

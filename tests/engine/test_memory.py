@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import mlx_engine.model
+import mlx_engine.ops.indexer
 from mlx_engine.formats import INDEX
-from mlx_engine.ops.indexer import IndexQueries, choose_rows
+from mlx_engine.ops.indexer import IndexKeys, IndexQueries, choose_rows
 from mlx_engine.session import Session
 from tests.engine.support import Subject, build, tiny_config
 
@@ -20,12 +21,10 @@ def _long_session(subject: Subject, tokens: int) -> Session:
     session.sync(list(range(3, 19)))
     state = session.state
     for source in config.kv_source_layer_ids:
-        for rows, fmt, width in (
-            (state.compressed[source], state.formats.compressed, config.head_dim),
-            (state.index_keys[source], state.formats.index, config.index_head_dim),
-        ):
-            count = tokens // config.compress_ratios[source] - rows.length
-            rows.append(fmt.pack(mx.random.normal((count, width))))
+        rows, keys = state.compressed[source], state.index_keys[source]
+        count = tokens // config.compress_ratios[source] - rows.length
+        rows.append(state.formats.compressed.pack(mx.random.normal((count, config.head_dim))))
+        keys.append(*INDEX.encode(mx.random.normal((count, config.index_head_dim))))
     for window in state.windows:
         window.end += tokens - state.position
     state.position = tokens
@@ -37,10 +36,7 @@ def _long_session(subject: Subject, tokens: int) -> Session:
 
 def _step_bytes(session: Session) -> int:
     """The most bytes that a step holds beyond what was held before it."""
-    spare = [
-        rows.buffer.shape[0] - rows.length
-        for rows in (*session.state.compressed.values(), *session.state.index_keys.values())
-    ]
+    spare = [rows.buffer.shape[0] - rows.length for rows in session.state.compressed.values()]
     assert min(spare) > 0, "this step would grow a buffer"
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -53,8 +49,7 @@ def test_a_step_copies_nothing_that_grows_with_the_context(
 ) -> None:
     subject = build(tiny_config(max_position_embeddings=1 << 20), 0)
 
-    # The scan of the index keys is the one thing that reads all of the context; its own bound is
-    # tested below.
+    # The choice of rows reads all index keys and sorts all scores; its own bound is tested below.
     def first_rows(queries: IndexQueries, *_: Any, k: int, **__: Any) -> tuple[mx.array, None]:
         return mx.broadcast_to(mx.arange(k, dtype=mx.int32), (queries.q.shape[0], k)), None
 
@@ -63,21 +58,32 @@ def test_a_step_copies_nothing_that_grows_with_the_context(
     assert long <= short + 4096
 
 
-def test_the_index_scan_of_a_chunk_is_bounded() -> None:
-    H, D, k = 8, 32, 16
-    peaks: list[int] = []
-    for S in (1 << 13, 1 << 15):
-        Q = 128
-        keys = INDEX.pack(mx.random.normal((S, D)))
-        queries = IndexQueries(
-            q=mx.random.normal((Q, H, D)),
-            head_weights=mx.random.normal((Q, H)),
-            visible=mx.array(np.arange(S - Q, S, dtype=np.int32)),
-        )
-        mx.eval(keys, queries.q, queries.head_weights)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(choose_rows(queries, keys, INDEX, k=k, block_size=8)[0])
-        peaks.append(mx.get_peak_memory() - before)
+def _choice_bytes(Q: int, S: int) -> int:
+    """The most bytes that a choice among S rows by Q queries holds beyond queries and keys."""
+    H, D = 8, 128
+    keys = IndexKeys(*INDEX.encode(mx.random.normal((S, D))), INDEX)
+    queries = IndexQueries(
+        q=mx.random.normal((Q, H, D)),
+        head_weights=mx.random.normal((Q, H)),
+        visible=mx.array(np.arange(S - Q, S, dtype=np.int32)),
+    )
+    mx.eval(keys.codes, keys.scales, queries.q, queries.head_weights)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(choose_rows(queries, keys, k=16, block_size=8)[0])
+    return mx.get_peak_memory() - before
+
+
+def test_a_step_scans_the_index_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tiles so small that those in flight do not count.
+    monkeypatch.setattr(mlx_engine.ops.indexer, "_TILE_VALUES", 1 << 15)
+    short, long = _choice_bytes(1, 1 << 17), _choice_bytes(1, 1 << 18)
+    # What is left is the scores and their sort keys, not the heads' products nor the keys' 68 B.
+    assert long - short < 48 * (1 << 17)
+
+
+def test_the_scan_of_a_chunk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_engine.ops.indexer, "_TILE_VALUES", 1 << 19)
+    short, long = (_choice_bytes(128, S) for S in (1 << 13, 1 << 15))
     # All scores of the longer context would take four times as much.
-    assert peaks[1] < 2 * peaks[0]
+    assert long < 2 * short

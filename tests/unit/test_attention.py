@@ -14,6 +14,7 @@ from mlx_engine.config_file import parse_config
 from mlx_engine.formats import INDEX, CacheFormats
 from mlx_engine.ops.attention import SelectedRows, WindowRows, sparse_attention
 from mlx_engine.ops.indexer import (
+    IndexKeys,
     IndexQueries,
     candidate_blocks,
     choose_rows,
@@ -94,11 +95,12 @@ def test_candidate_blocks_keep_the_best_and_the_newest() -> None:
     assert np.array_equal(masked, np.where(inside, scores, -INF))
 
 
-def index_queries(Q: int, S: int) -> tuple[IndexQueries, mx.array, NDArray[np.float64]]:
-    """Queries, packed keys, and the scores in float64, -inf where not visible."""
-    keys = INDEX.pack(f32(normal(0, S, D)))
-    key = host(INDEX.unpack(keys, D)).astype(np.float64)
-    q = host(INDEX.unpack(INDEX.pack(f32(normal(1, Q, H, D))), D)).astype(np.float64)
+def index_queries(Q: int, S: int) -> tuple[IndexQueries, IndexKeys, NDArray[np.float64]]:
+    """Queries, keys, and the scores in float64, -inf where not visible."""
+    codes, scales = INDEX.encode(f32(normal(0, S, D)))
+    keys = IndexKeys(codes, scales, INDEX)
+    key = host(INDEX.decode(codes, scales)).astype(np.float64)
+    q = host(INDEX.decode(*INDEX.encode(f32(normal(1, Q, H, D))))).astype(np.float64)
     weights = normal(2, Q, H)
     visible = np.random.default_rng(3).integers(0, S + 1, Q)
     scores = (weights[..., None] * np.maximum(q @ key.T, 0)).sum(axis=1)
@@ -109,7 +111,7 @@ def index_queries(Q: int, S: int) -> tuple[IndexQueries, mx.array, NDArray[np.fl
 @pytest.mark.parametrize(("Q", "S"), [(1, 1), (3, 33), (65, 7), (31, 129)])
 def test_index_scores(Q: int, S: int) -> None:
     queries, keys, expected = index_queries(Q, S)
-    found = host(index_scores(queries.q, queries.head_weights, keys, queries.visible, INDEX))
+    found = host(index_scores(queries.q, queries.head_weights, keys, queries.visible))
     assert np.array_equal(found > -INF, expected > -INF)
     close(f32(np.where(found > -INF, found, 0)), np.where(expected > -INF, expected, 0))
 
@@ -121,7 +123,7 @@ def test_choose_rows_in_tiles_of_any_size(
     monkeypatch.setattr("mlx_engine.ops.indexer._TILE_VALUES", tile_values)
     Q, S, k, size = 33, 50, 6, 4
     queries, keys, scores = index_queries(Q, S)
-    choose = partial(choose_rows, queries, keys, INDEX, k=k, block_size=size)
+    choose = partial(choose_rows, queries, keys, k=k, block_size=size)
     rows, none = choose()
     assert none is None
     again, blocks = choose(topk_blocks=2)

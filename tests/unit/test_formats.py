@@ -308,10 +308,10 @@ def test_product_is_the_product_of_the_unpacked_rows(kind: str, M: int, S: int) 
     fmt, width = FORMATS[kind], 96
     rng = np.random.default_rng(M)
     x = rng.integers(-8, 9, (M, width)).astype(np.float32)
-    rows = fmt.pack(mx.array(rng.integers(-6, 7, (S, width)).astype(np.float32)))
+    codes, scales = fmt.encode(mx.array(rng.integers(-6, 7, (S, width)).astype(np.float32)))
     # Small integers with few bits: every sum is exact in any order.
-    expected = x.astype(np.float64) @ np.array(fmt.unpack(rows, width)).astype(np.float64).T
-    found = np.array(fmt.product(mx.array(x), rows), np.float32)
+    expected = x.astype(np.float64) @ np.array(fmt.decode(codes, scales)).astype(np.float64).T
+    found = np.array(fmt.product(mx.array(x), codes, scales), np.float32)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -319,7 +319,8 @@ def test_row_sizes_of_the_release() -> None:
     state = SessionState(released)
     assert {window.rows.shape[1] * 4 for window in state.windows} == {528}
     assert {rows.buffer.shape[1] * 4 for rows in state.compressed.values()} == {288}
-    assert {rows.buffer.shape[1] * 4 for rows in state.index_keys.values()} == {68}
+    for keys in state.index_keys.values():
+        assert keys.codes.buffer.shape[1] * 4 + keys.scales.buffer.shape[1] == 68
     assert sum(window.rows.nbytes for window in state.windows) == 2_703_360
     per_token = sum(
         (288 + 68) / released.compress_ratios[source] for source in released.kv_source_layer_ids

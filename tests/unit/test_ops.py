@@ -240,7 +240,7 @@ def test_index_keys_are_normed_then_rotated_then_rounded() -> None:
     c, positions = TINY, np.array([0, 2, 4, 400])
     latent, wk, k_norm = normal(0, 4, 64), normal(1, 32, 64), normal(2, 32)
     at = rotation(c, positions, is_compressed=True)
-    packed = index_keys(f32(latent), f32(wk), f32(k_norm), at, INDEX, 1e-20)
+    keys = index_keys(f32(latent), f32(wk), f32(k_norm), at, INDEX, 1e-20)
     key = latent @ wk.T
     key = key / np.sqrt((key**2).mean(-1, keepdims=True)) * k_norm
     frequencies = rope_frequencies(
@@ -250,7 +250,7 @@ def test_index_keys_are_normed_then_rotated_then_rounded() -> None:
     )
     rounded = reference.round_index(rope(key, positions, frequencies))
     assert rounded.margin > 1e-5
-    assert np.array_equal(host(INDEX.unpack(packed, 32)), rounded.values)
+    assert np.array_equal(host(INDEX.decode(*keys)), rounded.values)
 
 
 def test_engram_gate() -> None:
