@@ -3,13 +3,22 @@
 Shapes: T tokens, k chosen experts, E experts, D hidden_size, I moe_intermediate_size.
 """
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
+from mlx_engine.ops import launch
+from mlx_engine.ops.expert_tiles import MAX_EXPERTS, routed_tiles_metal
+from mlx_engine.ops.launch import Kernel
 from mlx_engine.ops.linear import fp8_linear
-from mlx_engine.weights import FfnWeights, Fp4
+from mlx_engine.weights import FfnWeights, Fp4, Fp8
 
 # From this many expert rows on, sorting them by expert pays for itself.
 _SORT_ROWS = 64
+# Up to this many tokens the kernels read weights for all tokens at once, a row a simdgroup.
+_FEW_TOKENS = 8
+# Slots are 4 bits in the kernels, of which 15 says none.
+_MAX_SLOTS = 14
 
 
 def moe(
@@ -17,9 +26,23 @@ def moe(
 ) -> mx.array:
     """Sum of the chosen experts' outputs and the shared expert's.
 
-    x: [T, D], ids: int32 [T, k], weights: f32 [T, k] -> [T, D] in x's dtype. A chosen expert's
-    weight multiplies its activation before the down product; the sum is f32.
+    x: [T, D], ids: int32 [T, k], different within a token, weights: f32 [T, k] -> [T, D] in x's
+    dtype. A chosen expert's weight multiplies its activation before the down product; the sum is
+    f32.
     """
+    T, k = ids.shape
+    E = ffn.w1.weight.shape[0]
+    if T <= _FEW_TOKENS and k <= _MAX_SLOTS and launch.is_on("experts"):
+        return moe_metal(x, ids, weights, ffn, limit=limit)
+    if T > _FEW_TOKENS and E <= MAX_EXPERTS and launch.is_on("expert_tiles"):
+        return _moe_in_tiles(x, ids, weights, ffn, limit=limit)
+    return moe_reference(x, ids, weights, ffn, limit=limit)
+
+
+def moe_reference(
+    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
+) -> mx.array:
+    """`moe` in MLX's operations, for any number of tokens."""
     T, k = ids.shape
     if T * k < _SORT_ROWS:
         # One row stands for its k experts: x [T, 1, 1, D], ids [T, k] -> [T, k, 1, D].
@@ -31,6 +54,10 @@ def moe(
         rows, scale = x[order // k][:, None, :], weights.reshape(-1)[order][:, None, None]
         routed = _experts(rows, ids.reshape(-1)[order], scale, ffn, limit, True)
         routed = mx.sum(routed[mx.argsort(order)].reshape(T, k, -1), axis=1)
+    return _add_shared(routed, x, ffn, limit)
+
+
+def _add_shared(routed: mx.array, x: mx.array, ffn: FfnWeights, limit: float) -> mx.array:
     gate, up = fp8_linear(x, ffn.shared_w1), fp8_linear(x, ffn.shared_w3)
     act = clamped_swiglu(gate.astype(mx.float32), up.astype(mx.float32), limit)
     shared = fp8_linear(act.astype(x.dtype), ffn.shared_w2)
@@ -67,3 +94,129 @@ def _expert_product(x: mx.array, ids: mx.array, w: Fp4, is_sorted: bool) -> mx.a
         sorted_indices=is_sorted,
     )
     return y.astype(x.dtype).astype(mx.float32)
+
+
+_GATE_UP = Kernel(
+    family="experts",
+    name="moe_gate_up",
+    inputs=(
+        *("x", "ids", "weights", "w1", "w1_scale", "w3", "w3_scale"),
+        *("shared_w1", "shared_w1_scale", "shared_w3", "shared_w3_scale", "limit"),
+    ),
+    outputs=("act",),
+    body="""
+        gate_up<T, TOKENS, K, D, I>(
+            x, ids, weights, w1, w1_scale, w3, w3_scale, shared_w1, shared_w1_scale, shared_w3,
+            shared_w3_scale, limit, act, thread_position_in_grid.y,
+            thread_position_in_grid.x / SIMD * GATE_ROWS, thread_index_in_simdgroup);
+    """,
+)
+_DOWN = Kernel(
+    family="experts",
+    name="moe_down",
+    inputs=("act", "ids", "w2", "w2_scale", "shared_w2", "shared_w2_scale"),
+    outputs=("out",),
+    body="""
+        threadgroup uint lists[3 * TOKENS * K];
+        down<T, TOKENS, K, D, I>(
+            act, ids, w2, w2_scale, shared_w2, shared_w2_scale, out, lists,
+            thread_position_in_grid.x / SIMD * DOWN_ROWS, thread_index_in_threadgroup,
+            threads_per_threadgroup.x, thread_index_in_simdgroup);
+    """,
+)
+# Rows that a simdgroup makes, GATE_ROWS and DOWN_ROWS of experts.metal.
+_ROWS = 2
+
+
+def moe_metal(
+    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
+) -> mx.array:
+    """`moe` for at most 8 tokens in two launches; D and I are multiples of 32."""
+    (T, D), k = x.shape, ids.shape[1]
+    I_D = ffn.w1.weight.shape[1]
+    template = [("T", x.dtype), ("TOKENS", T), ("K", k), ("D", D), ("I", I_D)]
+    (act,) = _GATE_UP(
+        [
+            *(x, ids, weights, *_parts(ffn.w1), *_parts(ffn.w3)),
+            *(*_parts(ffn.shared_w1), *_parts(ffn.shared_w3), mx.array(limit)),
+        ],
+        template=template,
+        grid=(I_D // _ROWS * 32, T * k + 1, 1),
+        threadgroup=(64, 1, 1),
+        shapes=[(T, k + 1, I_D)],
+        dtypes=[x.dtype],
+    )
+    (out,) = _DOWN(
+        [act, ids, *_parts(ffn.w2), *_parts(ffn.shared_w2)],
+        template=template,
+        grid=(D // _ROWS * 32, 1, 1),
+        threadgroup=(64, 1, 1),
+        shapes=[(T, D)],
+        dtypes=[x.dtype],
+    )
+    return out
+
+
+def _parts(w: Fp4 | Fp8) -> tuple[mx.array, mx.array]:
+    return w.weight, w.scale
+
+
+def _moe_in_tiles(
+    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
+) -> mx.array:
+    routed = routed_tiles_metal(x, ids, weights, ffn, limit=limit)
+    return _add_shared(routed, x, ffn, limit)
+
+
+def moe_bytes(
+    T: int, k: int, D: int, I_D: int, itemsize: int, *, experts: int | None = None
+) -> int:
+    """Bytes that `moe_metal` reads and writes for T tokens in a dtype of `itemsize` bytes.
+
+    `experts`: how many different ones the tokens chose, by default T * k.
+    """
+    experts = T * k if experts is None else experts
+    fp4, fp8 = D * I_D // 2 + D * I_D // 32, D * I_D + D * I_D // 32**2
+    x, act, chosen = T * D * itemsize, T * (k + 1) * I_D * itemsize, 4 * T * k
+    gate_up = 2 * (experts * fp4 + fp8) + x + 2 * chosen + 4 + act
+    down = experts * fp4 + fp8 + act + chosen + x
+    return gate_up + down
+
+
+@launch.probe("experts")
+def _few_tokens_agree() -> bool:
+    return _agrees(moe_metal, 1) and _agrees(moe_metal, 3)
+
+
+@launch.probe("expert_tiles")
+def _many_tokens_agree() -> bool:
+    return _agrees(_moe_in_tiles, 20)
+
+
+def _agrees(compute: Callable[..., mx.array], T: int) -> bool:
+    """Whether `compute` is the reference, apart from roundings, on T tokens of a small layer."""
+    k, E, D, I_D = 2, 5, 64, 96
+    keys = iter(mx.random.split(mx.random.key(5), 16))
+
+    def words(*shape: int) -> mx.array:
+        # A byte with its lowest bit clear is a number in both formats.
+        return mx.random.randint(0, 1 << 32, shape, mx.uint32, key=next(keys)) & 0xFEFEFEFE
+
+    def scales(*shape: int) -> mx.array:
+        return mx.random.randint(112, 118, shape, mx.uint8, key=next(keys))
+
+    def fp4(N: int, K: int) -> Fp4:
+        return Fp4(words(E, N, K // 8), scales(E, N, K // 32) + 5)
+
+    def fp8(N: int, K: int) -> Fp8:
+        return Fp8(words(N, K // 4), scales(N // 32, K // 32))
+
+    none = mx.zeros((1,))
+    experts = fp4(I_D, D), fp4(D, I_D), fp4(I_D, D), fp8(I_D, D), fp8(D, I_D), fp8(I_D, D)
+    x = mx.random.normal((T, D), key=next(keys)).astype(mx.bfloat16)
+    ids = mx.argsort(mx.random.uniform(shape=(T, E), key=next(keys)), axis=-1)[:, :k]
+    weights = mx.random.uniform(shape=(T, k), key=next(keys))
+    inputs = x, ids.astype(mx.int32), weights, FfnWeights(none, none, *experts)
+    wanted = moe_reference(*inputs, limit=2.0).astype(mx.float32)
+    error = mx.abs(compute(*inputs, limit=2.0).astype(mx.float32) - wanted)
+    return (mx.max(error) < 2**-6 * mx.max(mx.abs(wanted))).item() is True

@@ -1,0 +1,132 @@
+// The router: which experts see a token, and with what weight, in two launches.
+//
+//   score[t, e] = sqrt(softplus(gate[e] x[t] / temp))
+//   ids[t] = the k experts of the largest score + bias, ties to the lowest, ascending
+//   weights[t, j] = score[t, ids[t, j]] / (their sum + 1e-20 if NORM, else 1) * scaling
+//
+// x: T [tokens, D], gate: W [E, D], float or bfloat, bias: float [E]; scores: float [tokens, E],
+// ids: int [tokens, k], weights: float [tokens, k]. All sums are f32.
+//
+// router_scores: a threadgroup of 128 threads an expert, which reads its row once for up to 8
+// tokens; grid E * 128. At the released widths 3.9 MB over 384 threadgroups of 4
+// simdgroups, 19 simdgroups for each of 80 cores; one simdgroup a row would be 5. 2 flops for each
+// 2 bytes at one token. Threadgroup memory: 128 bytes.
+// router_choose: a simdgroup a token, E / 32 neighbouring scores in each lane's registers; k rounds
+// of two simd operations. It reads 1.5 KB a token: its time is that of a launch.
+
+constant constexpr uint VALUES = 8;
+
+// log(1 + x) for x from 0 to 1: 2 atanh(x / (2 + x)) by its series, whose next term is below 2^-27.
+inline float log_one_plus(float x) {
+    const float z = x / (2.0f + x), s = z * z;
+    float sum = 1.0f / 15.0f;
+    sum = sum * s + 1.0f / 13.0f;
+    sum = sum * s + 1.0f / 11.0f;
+    sum = sum * s + 1.0f / 9.0f;
+    sum = sum * s + 1.0f / 7.0f;
+    sum = sum * s + 1.0f / 5.0f;
+    sum = sum * s + 1.0f / 3.0f;
+    sum = sum * s + 1.0f;
+    return 2.0f * z * sum;
+}
+
+// The scores of one expert for TOKENS tokens.
+template <typename T, typename W, uint TOKENS, uint D, uint E>
+inline void router_scores(
+    const device T* x,
+    const device W* gate,
+    float temp,
+    device float* scores,
+    threadgroup float* scratch,
+    uint expert,
+    uint thread_index,
+    uint threads,
+    uint simdgroup,
+    uint lane) {
+    const device W* row = gate + expert * D;
+    float sum[TOKENS];
+    for (uint t = 0; t < TOKENS; t++) {
+        sum[t] = 0.0f;
+    }
+    for (uint d = thread_index * VALUES; d < D; d += threads * VALUES) {
+        float w[VALUES];
+        for (uint i = 0; i < VALUES; i += 4) {
+            const vec<W, 4> v = *reinterpret_cast<const device vec<W, 4>*>(row + d + i);
+            for (uint j = 0; j < 4; j++) {
+                w[i + j] = float(v[j]);
+            }
+        }
+        for (uint t = 0; t < TOKENS; t++) {
+            for (uint i = 0; i < VALUES; i += 4) {
+                const vec<T, 4> v = *reinterpret_cast<const device vec<T, 4>*>(x + t * D + d + i);
+                for (uint j = 0; j < 4; j++) {
+                    sum[t] += float(v[j]) * w[i + j];
+                }
+            }
+        }
+    }
+    for (uint t = 0; t < TOKENS; t++) {
+        const float logit = group_sum(sum[t], scratch, threads / SIMD, simdgroup, lane) / temp;
+        if (thread_index == 0) {
+            const float softplus = max(logit, 0.0f) + log_one_plus(exp(-abs(logit)));
+            scores[t * E + expert] = sqrt(softplus);
+        }
+    }
+}
+
+// An integer in the order of floats, above 0. The zeros differ, but no sum of a score, which is at
+// least +0, is -0.
+inline uint float_order(float x) {
+    const uint bits = as_type<uint>(x);
+    return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// One simdgroup chooses the experts of one token; the pointers are the token's.
+template <uint K, uint E, bool NORM, typename Scores, typename Bias>
+inline void router_choose(
+    Scores scores,
+    Bias bias,
+    float scaling,
+    device int* ids,
+    device float* weights,
+    uint lane) {
+    constexpr uint OWN = (E + SIMD - 1) / SIMD;
+    float score[OWN];
+    uint key[OWN];
+    bool chosen[OWN];
+    for (uint i = 0; i < OWN; i++) {
+        const uint e = lane * OWN + i;
+        score[i] = e < E ? scores[e] : 0.0f;
+        key[i] = e < E ? float_order(score[i] + bias[e]) : 0;
+        chosen[i] = false;
+    }
+    for (uint round = 0; round < K; round++) {
+        uint best = 0;
+        for (uint i = 0; i < OWN; i++) {
+            best = chosen[i] ? best : max(best, key[i]);
+        }
+        const uint top = simd_max(best);
+        // The first of equals: lanes hold neighbouring experts, in order.
+        bool is_mine = simd_min(best == top ? lane : SIMD) == lane;
+        for (uint i = 0; i < OWN; i++) {
+            const bool take = is_mine && !chosen[i] && key[i] == top;
+            chosen[i] = chosen[i] || take;
+            is_mine = is_mine && !take;
+        }
+    }
+    uint count = 0;
+    float sum = 0.0f;
+    for (uint i = 0; i < OWN; i++) {
+        count += chosen[i] ? 1 : 0;
+        sum += chosen[i] ? score[i] : 0.0f;
+    }
+    const float total = NORM ? simd_sum(sum) + 1e-20f : 1.0f;
+    uint place = simd_prefix_exclusive_sum(count);
+    for (uint i = 0; i < OWN; i++) {
+        if (chosen[i]) {
+            ids[place] = int(lane * OWN + i);
+            weights[place] = score[i] / total * scaling;
+            place++;
+        }
+    }
+}

@@ -1,0 +1,1 @@
+"""Every kernel of ours, executed, against the MLX operations that it replaces."""
