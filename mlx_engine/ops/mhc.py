@@ -1,14 +1,64 @@
 """Manifold-constrained hyper-connections: the residual as hc parallel streams (section 3.2).
 
 Shapes: T tokens, hc streams, D hidden_size. All coefficients are f32; streams are stored in the
-activation dtype between sublayers.
+activation dtype between sublayers. `mhc_between` is all that lies between two sublayers, in two
+launches of metal/mhc.metal.
 """
+
+from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
+from mlx_engine.ops import launch
 from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.weights import MhcWeights
+
+# The kernels' sizes; see metal/mhc.metal.
+_HC = 4
+_SUMS = (2 + _HC) * _HC + 2
+_SLICE = 64
+_MAX_TOKENS = 8
+_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A sublayer's coefficients: pre f32 [T, hc], post f32 [T, hc], comb f32 [T, hc, hc]."""
+
+    pre: mx.array
+    post: mx.array
+    comb: mx.array
+
+
+@dataclass(frozen=True)
+class MhcSublayer:
+    """What a sublayer reads the streams with; norm_weight [D] is its norm's, iters Sinkhorn's."""
+
+    w: MhcWeights
+    norm_weight: mx.array
+    iters: int
+    hc_eps: float
+    norm_eps: float
+
+
+def mhc_between(
+    h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer
+) -> tuple[mx.array, mx.array, Mixing]:
+    """Write a sublayer's output h [T, D] back, and make the next one's input and coefficients.
+
+    streams: [T, hc, D] and `last` are what that sublayer began with; the next one reads with `pre`,
+    f32 [T, hc]. Returns streams, x [T, D], coefficients.
+    """
+    between = _between_metal if _is_on(streams) else mhc_between_reference
+    return between(h, streams, last, pre, to)
+
+
+def mhc_enter(streams: mx.array, pre: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
+    """As `mhc_between` for streams that no sublayer has just written: x [T, D], coefficients."""
+    enter = _enter_metal if _is_on(streams) else mhc_enter_reference
+    return enter(streams, pre, to)
 
 
 def mhc_coefficients(
@@ -19,6 +69,57 @@ def mhc_coefficients(
     streams: [T, hc, D] -> pre f32 [T, hc], post f32 [T, hc], comb f32 [T, hc, hc].
     comb is made doubly stochastic by `iters` Sinkhorn rounds, columns last.
     """
+    if _is_on(streams):
+        return _coefficients_metal(streams, w, iters, _epsilons(hc_eps, norm_eps))
+    return mhc_coefficients_reference(streams, w, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps)
+
+
+def mhc_collapse_norm(
+    streams: mx.array, pre: mx.array, norm_weight: mx.array, norm_eps: float
+) -> mx.array:
+    """A sublayer's input: the streams summed with weights `pre`, then RMSNorm.
+
+    streams: [T, hc, D], pre: f32 [T, hc] -> [T, D] in the streams' dtype.
+    """
+    if _is_on(streams):
+        return _collapse_norm_metal(streams, pre, norm_weight, norm_eps)
+    return mhc_collapse_norm_reference(streams, pre, norm_weight, norm_eps)
+
+
+def mhc_expand(h: mx.array, streams: mx.array, post: mx.array, comb: mx.array) -> mx.array:
+    """Write a sublayer's output back: out[k] = post[k] h + sum_j comb[j, k] streams[j].
+
+    h: [T, D], streams: [T, hc, D], post: f32 [T, hc], comb: f32 [T, hc, hc] -> [T, hc, D].
+    The first index of comb is the one summed.
+    """
+    if _is_on(streams):
+        return _expand_metal(h, streams, post, comb)
+    return mhc_expand_reference(h, streams, post, comb)
+
+
+def mhc_between_reference(
+    h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer
+) -> tuple[mx.array, mx.array, Mixing]:
+    """`mhc_between` in MLX's operations."""
+    streams = mhc_expand_reference(h, streams, last.post, last.comb)
+    return streams, *mhc_enter_reference(streams, pre, to)
+
+
+def mhc_enter_reference(
+    streams: mx.array, pre: mx.array, to: MhcSublayer
+) -> tuple[mx.array, Mixing]:
+    """`mhc_enter` in MLX's operations."""
+    x = mhc_collapse_norm_reference(streams, pre, to.norm_weight, to.norm_eps)
+    coefficients = mhc_coefficients_reference(
+        streams, to.w, iters=to.iters, hc_eps=to.hc_eps, norm_eps=to.norm_eps
+    )
+    return x, Mixing(*coefficients)
+
+
+def mhc_coefficients_reference(
+    streams: mx.array, w: MhcWeights, *, iters: int, hc_eps: float, norm_eps: float
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`mhc_coefficients` in MLX's operations."""
     T, hc, _ = streams.shape
     flat = streams.reshape(T, -1).astype(mx.float32)
     rms = mx.rsqrt(mx.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
@@ -34,23 +135,284 @@ def mhc_coefficients(
     return gates[:, :hc] + hc_eps, 2 * gates[:, hc:], comb
 
 
-def mhc_collapse_norm(
+def mhc_collapse_norm_reference(
     streams: mx.array, pre: mx.array, norm_weight: mx.array, norm_eps: float
 ) -> mx.array:
-    """A sublayer's input: the streams summed with weights `pre`, then RMSNorm.
-
-    streams: [T, hc, D], pre: f32 [T, hc] -> [T, D] in the streams' dtype.
-    """
+    """`mhc_collapse_norm` in MLX's operations."""
     collapsed = mx.sum(pre[..., None] * streams.astype(mx.float32), axis=1)
     return rms_norm(collapsed.astype(streams.dtype), norm_weight, norm_eps)
 
 
-def mhc_expand(h: mx.array, streams: mx.array, post: mx.array, comb: mx.array) -> mx.array:
-    """Write a sublayer's output back: out[k] = post[k] h + sum_j comb[j, k] streams[j].
-
-    h: [T, D], streams: [T, hc, D], post: f32 [T, hc], comb: f32 [T, hc, hc] -> [T, hc, D].
-    The first index of comb is the one summed.
-    """
+def mhc_expand_reference(
+    h: mx.array, streams: mx.array, post: mx.array, comb: mx.array
+) -> mx.array:
+    """`mhc_expand` in MLX's operations."""
     mixed = comb.swapaxes(-1, -2) @ streams.astype(mx.float32)
     out = post[..., None] * h.astype(mx.float32)[:, None, :] + mixed
     return out.astype(streams.dtype)
+
+
+def mhc_between_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> tuple[int, int]:
+    """Bytes that each launch of `mhc_between` must move, for a norm weight of so many a value."""
+    first, second = mhc_enter_bytes(T, D, value_bytes=value_bytes, norm_bytes=norm_bytes)
+    return first + T * (D + _HC * D) * value_bytes + T * (_HC + _HC * _HC) * 4, second
+
+
+def mhc_enter_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> tuple[int, int]:
+    """Bytes that each launch of `mhc_enter` must move."""
+    first, second = mhc_coefficients_bytes(T, D, value_bytes=value_bytes)
+    more = T * D * value_bytes + T * -(-D // _SLICE) * 4  # the collapsed input and its squares
+    return first + T * _HC * 4 + more, second + more + D * norm_bytes + T * D * value_bytes
+
+
+def mhc_coefficients_bytes(T: int, D: int, *, value_bytes: int) -> tuple[int, int]:
+    """Bytes that each launch of `mhc_coefficients` must move: the sums go from one to the other."""
+    columns = (2 + _HC) * _HC
+    sums = T * -(-D // _SLICE) * (_SUMS - 1) * 4
+    small = (columns + 3 + 2 + T * columns) * 4  # base, scale, epsilons, coefficients
+    return T * _HC * D * value_bytes + columns * _HC * D * 4 + sums, sums + small
+
+
+def mhc_collapse_norm_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> int:
+    """Bytes that `mhc_collapse_norm` must move."""
+    return T * (_HC + 1) * D * value_bytes + T * _HC * 4 + D * norm_bytes + 4
+
+
+def mhc_expand_bytes(T: int, D: int, *, value_bytes: int) -> int:
+    """Bytes that `mhc_expand` must move."""
+    return T * (2 * _HC + 1) * D * value_bytes + T * (_HC + _HC * _HC) * 4
+
+
+def _is_on(streams: mx.array) -> bool:
+    return launch.is_on("mhc") and streams.shape[1] == _HC
+
+
+# The threads of a slice of tokens, and what they do with it.
+_SLICE_BODY = """
+    threadgroup float values[M * HC * SLICE];
+    const uint2 at = threadgroup_position_in_grid.xy;
+    const uint tokens = uint(streams_shape[0]);
+    const uint thread_index = thread_index_in_threadgroup;
+    const uint simdgroup = simdgroup_index_in_threadgroup;
+    const uint lane = thread_index_in_simdgroup;"""
+_LOAD = """
+    load_slice<T, M, D>(streams, values, tokens, at, thread_index);"""
+_EXPAND = """
+    expand_slice<T, M, D>(h, streams, post, comb, out, values, tokens, at, thread_index);"""
+_SUM = """
+    sum_slice<M, D, {count}>(values, fn, sums, tokens, at, simdgroup, lane);"""
+_COLLAPSE = """
+    collapse_slice<T, M, D>(values, pre, collapsed, sums, tokens, at, simdgroup, lane);"""
+_FINISH_BODY = """
+    threadgroup float totals[SUMS];
+    const uint token = threadgroup_position_in_grid.x;
+    const uint lane = thread_index_in_simdgroup;
+    total_sums<D, {count}>(
+        sums, totals, token, THREADS / SIMD, simdgroup_index_in_threadgroup, lane);
+    if (simdgroup_index_in_threadgroup == 0) {{
+        coefficients<D, ITERS>(totals, base, scale, epsilons, pre, post, comb, token, lane);
+    }}"""
+_NORM = """
+    scale_to_norm<T, W, D>(
+        collapsed + token * D, norm_weight, totals[COLUMNS + 1], epsilons[1], x + token * D,
+        THREADS, thread_index_in_threadgroup);"""
+
+_BETWEEN = launch.Kernel(
+    "mhc",
+    "mhc_between",
+    ("h", "streams", "post", "comb", "pre", "fn"),
+    ("out", "collapsed", "sums"),
+    _SLICE_BODY + _EXPAND + _SUM.format(count="SUMS") + _COLLAPSE,
+)
+_ENTER = launch.Kernel(
+    "mhc",
+    "mhc_enter",
+    ("streams", "pre", "fn"),
+    ("collapsed", "sums"),
+    _SLICE_BODY + _LOAD + _SUM.format(count="SUMS") + _COLLAPSE,
+)
+_FINISH = launch.Kernel(
+    "mhc",
+    "mhc_finish",
+    ("sums", "base", "scale", "epsilons", "collapsed", "norm_weight"),
+    ("pre", "post", "comb", "x"),
+    _FINISH_BODY.format(count="SUMS") + _NORM,
+)
+_SUMS_ALONE = launch.Kernel(
+    "mhc",
+    "mhc_sums",
+    ("streams", "fn"),
+    ("sums",),
+    _SLICE_BODY + _LOAD + _SUM.format(count="COLUMNS + 1"),
+)
+_COEFFICIENTS = launch.Kernel(
+    "mhc",
+    "mhc_coefficients",
+    ("sums", "base", "scale", "epsilons"),
+    ("pre", "post", "comb"),
+    _FINISH_BODY.format(count="COLUMNS + 1"),
+)
+_COLLAPSE_NORM = launch.Kernel(
+    "mhc",
+    "mhc_collapse_norm",
+    ("streams", "pre", "norm_weight", "epsilons"),
+    ("x",),
+    """
+    threadgroup float collapsed[D];
+    threadgroup float scratch[SIMD];
+    collapse_norm<T, W, D>(
+        streams, pre, norm_weight, epsilons, x, collapsed, scratch,
+        threadgroup_position_in_grid.x, THREADS, thread_index_in_threadgroup,
+        simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+)
+_EXPAND_ALONE = launch.Kernel(
+    "mhc",
+    "mhc_expand",
+    ("h", "streams", "post", "comb"),
+    ("out",),
+    """
+    expand<T, D>(h, streams, post, comb, out, thread_position_in_grid.xy);""",
+)
+
+
+def _between_metal(
+    h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer
+) -> tuple[mx.array, mx.array, Mixing]:
+    T, hc, D = streams.shape
+    out, collapsed, sums = _slices(
+        _BETWEEN,
+        (h, streams, last.post, last.comb, pre, to.w.fn),
+        streams,
+        [((T, hc, D), streams.dtype), ((T, D), streams.dtype)],
+        _SUMS,
+    )
+    return out, *_finish(collapsed, sums, to)
+
+
+def _enter_metal(streams: mx.array, pre: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
+    T, _, D = streams.shape
+    collapsed, sums = _slices(
+        _ENTER, (streams, pre, to.w.fn), streams, [((T, D), streams.dtype)], _SUMS
+    )
+    return _finish(collapsed, sums, to)
+
+
+def _coefficients_metal(
+    streams: mx.array, w: MhcWeights, iters: int, epsilons: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    T, hc, D = streams.shape
+    (sums,) = _slices(_SUMS_ALONE, (streams, w.fn), streams, [], _SUMS - 1)
+    pre, post, comb = _COEFFICIENTS(
+        (sums, w.base, w.scale, epsilons),
+        template=[("D", D), ("ITERS", iters), ("THREADS", _THREADS)],
+        grid=(_THREADS * T, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(T, hc), (T, hc), (T, hc, hc)],
+        dtypes=[mx.float32] * 3,
+    )
+    return pre, post, comb
+
+
+def _collapse_norm_metal(
+    streams: mx.array, pre: mx.array, norm_weight: mx.array, norm_eps: float
+) -> mx.array:
+    T, _, D = streams.shape
+    (x,) = _COLLAPSE_NORM(
+        (streams, pre, norm_weight, _epsilons(0.0, norm_eps)),
+        template=[
+            *(("T", streams.dtype), ("W", norm_weight.dtype)),
+            *(("D", D), ("THREADS", _THREADS)),
+        ],
+        grid=(_THREADS * T, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(T, D)],
+        dtypes=[streams.dtype],
+    )
+    return x
+
+
+def _expand_metal(h: mx.array, streams: mx.array, post: mx.array, comb: mx.array) -> mx.array:
+    T, _, D = streams.shape
+    (out,) = _EXPAND_ALONE(
+        (h, streams, post, comb),
+        template=[("T", streams.dtype), ("D", D)],
+        grid=(D, T, 1),
+        threadgroup=(min(D, 256), 1, 1),
+        shapes=[streams.shape],
+        dtypes=[streams.dtype],
+    )
+    return out
+
+
+def _slices(
+    kernel: launch.Kernel,
+    inputs: tuple[mx.array, ...],
+    streams: mx.array,
+    outputs: list[tuple[tuple[int, ...], mx.Dtype]],
+    count: int,
+) -> list[mx.array]:
+    """Launch a kernel over slices of channels: its outputs, and `count` sums f32 of each slice."""
+    T, _, D = streams.shape
+    M, slices = min(T, _MAX_TOKENS), -(-D // _SLICE)
+    threads = _HC * _SLICE
+    return kernel(
+        inputs,
+        template=[("T", streams.dtype), ("M", M), ("D", D)],
+        grid=(threads * slices, -(-T // M), 1),
+        threadgroup=(threads, 1, 1),
+        shapes=[*(shape for shape, _ in outputs), (T, slices, count)],
+        dtypes=[*(dtype for _, dtype in outputs), mx.float32],
+    )
+
+
+def _finish(collapsed: mx.array, sums: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
+    T, D = collapsed.shape
+    epsilons = _epsilons(to.hc_eps, to.norm_eps)
+    pre, post, comb, x = _FINISH(
+        (sums, to.w.base, to.w.scale, epsilons, collapsed, to.norm_weight),
+        template=[
+            *(("T", collapsed.dtype), ("W", to.norm_weight.dtype)),
+            *(("D", D), ("ITERS", to.iters), ("THREADS", _THREADS)),
+        ],
+        grid=(_THREADS * T, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(T, _HC), (T, _HC), (T, _HC, _HC), (T, D)],
+        dtypes=[*[mx.float32] * 3, collapsed.dtype],
+    )
+    return x, Mixing(pre, post, comb)
+
+
+@cache
+def _epsilons(hc_eps: float, norm_eps: float) -> mx.array:
+    return mx.array([hc_eps, norm_eps])
+
+
+@launch.probe("mhc")
+def agrees() -> bool:
+    """Whether the kernels give the reference's results for one token and for several."""
+    D, columns = 96, (2 + _HC) * _HC
+    wave = mx.sin(mx.arange(9 * (_HC + 1) * D))
+    w = MhcWeights(
+        fn=mx.cos(mx.arange(columns * _HC * D)).reshape(columns, -1),
+        base=mx.sin(mx.arange(columns)),
+        scale=mx.array([0.5, 0.25, 0.125]),
+    )
+    norm_weight = (1 + 0.1 * mx.cos(mx.arange(D))).astype(mx.bfloat16)
+    to = MhcSublayer(w, norm_weight, iters=3, hc_eps=0.02, norm_eps=1e-20)
+    for T in (1, 9):
+        shares = mx.softmax(wave[: T * (2 + _HC) * _HC].reshape(T, -1, _HC), axis=-1)
+        last = Mixing(shares[:, 0], shares[:, 1], shares[:, 2:])
+        for dtype in (mx.bfloat16, mx.float32):
+            h = wave[: T * D].reshape(T, D).astype(dtype)
+            streams = wave[-T * _HC * D :].reshape(T, _HC, D).astype(dtype)
+            ours = _between_metal(h, streams, last, last.pre, to)
+            reference = mhc_between_reference(h, streams, last, last.pre, to)
+            rounding = 2.0**-6 if dtype == mx.bfloat16 else 2.0**-14
+            for a, b in zip(_arrays(*ours), _arrays(*reference), strict=True):
+                if not mx.all(mx.abs(a - b) <= rounding * mx.max(mx.abs(b))).item():
+                    return False
+    return True
+
+
+def _arrays(streams: mx.array, x: mx.array, mixing: Mixing) -> tuple[mx.array, ...]:
+    return streams, x, mixing.pre, mixing.post, mixing.comb
