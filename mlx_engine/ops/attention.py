@@ -1,19 +1,25 @@
 """Sparse attention of one chunk: the sliding window and the selected compressed rows (section 3.4).
 
 K and V are the same packed row, shared by all heads. Shapes: Q queries, H heads, D head_dim,
-N window rows, S compressed rows, k selected rows.
+R rotated channels, N window rows, S compressed rows, k selected rows.
 """
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_engine.formats import CacheFormats
+from mlx_engine.formats import COMPRESSED, WINDOW, CacheFormats
+from mlx_engine.ops import launch
 from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.rope import Rotation, rotate
 
 # Queries of a tile: its window slab is at most this much longer than the window itself.
 _TILE_QUERIES = 64
+
+# Of the kernels: rows unpacked at a time, threads of a group, the groups that fill 80 GPU cores.
+_TILE_ROWS = 16
+_THREADS = 256
+_ENOUGH_GROUPS = 80
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,48 @@ def sparse_attention(
     sliding_window: int,
     at: Rotation,
     formats: CacheFormats,
+    turns_q: bool = False,
 ) -> mx.array:
     """softmax over window and selected rows with one valueless sink a head, then inverse RoPE.
 
-    q: [Q, H, D] for consecutive positions from `first_query`; sinks: f32 [H] -> [Q, H, D].
+    q: [Q, H, D] for consecutive positions from `first_query`, turned by `at` already, or here if
+    `turns_q`; sinks: f32 [H] -> [Q, H, D].
     """
+    D, R = q.shape[-1], 2 * at.cos.shape[-2]
+    is_packed = formats.window == WINDOW and formats.compressed == COMPRESSED
+    is_fitting = D % 64 == 0 and R % 4 == 0
+    attend = sparse_attention_reference
+    if launch.is_on("attention") and is_packed and is_fitting:
+        attend = _sparse_attention_metal
+    return attend(
+        q,
+        first_query,
+        window,
+        selected,
+        sinks,
+        sliding_window=sliding_window,
+        at=at,
+        formats=formats,
+        turns_q=turns_q,
+    )
+
+
+def sparse_attention_reference(
+    q: mx.array,
+    first_query: int,
+    window: WindowRows,
+    selected: SelectedRows | None,
+    sinks: mx.array,
+    *,
+    sliding_window: int,
+    at: Rotation,
+    formats: CacheFormats,
+    turns_q: bool = False,
+) -> mx.array:
+    """`sparse_attention` in MLX's operations, with rows of any format."""
     Q, _, D = q.shape
+    if turns_q:
+        q = rotate(q, at)
     window_f32 = formats.window.unpack(window.rows, D)
     shared_f32 = None
     if selected is not None and selected.ids is None:
@@ -126,3 +168,220 @@ def _attend(
         else:
             out = out + part @ rows
     return out
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the work is shared out: heads of a threadgroup, and slices of each query's rows."""
+
+    heads: int
+    slices: int
+
+
+def _cut(queries: int, heads: int, rows: int) -> _Cut:
+    """Many heads share an unpacked row where that leaves enough groups, few where it does not."""
+    for group in (32, 16):
+        if group <= heads and queries * -(-heads // group) >= _ENOUGH_GROUPS:
+            return _Cut(group, 1)
+    wanted = -(-_ENOUGH_GROUPS // (queries * -(-heads // 8)))
+    tiles = -(-rows // _TILE_ROWS)
+    tiles_of_slice = -(-tiles // wanted)
+    return _Cut(8, -(-tiles // tiles_of_slice))
+
+
+_ARRAYS = """
+threadgroup uint4 tile[TILE * tile_pitch(D) / 4];
+threadgroup float scores[QUARTERS * HEADS * TILE];
+threadgroup float weights[HEADS * TILE];
+threadgroup float factors[HEADS];
+threadgroup uchar seen[TILE];
+"""
+_ATTEND = """
+const uint3 group = threadgroup_position_in_grid;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint lane = thread_index_in_simdgroup;
+const int query = int(group.z);
+const int Q = q_shape[0];
+const int H = q_shape[1];
+const int head = int(group.x) * HEADS;
+const QueryRows rows = rows_of<CHOSEN>(
+    query, Q, window_shape[0], REACH, chosen, CHOSEN == LISTED_ROWS ? chosen_shape[1] : 0);
+const int slices = int(threadgroups_per_grid.y);
+const int tiles = (rows.in_window + rows.selected + TILE - 1) / TILE;
+const int slice_rows = (tiles + slices - 1) / slices * TILE;
+const int begin = int(group.y) * slice_rows;
+const int end = min(begin + slice_rows, rows.in_window + rows.selected);
+Attended<D, HEADS> sums;
+attend<T, D, R, HEADS, CHOSEN, TURNS>(
+    q + size_t(query) * H * D, head, H, window, compressed, chosen, cos + query * R,
+    sin + query * R, rows, begin, end, tile, scores, weights, factors, seen, sums,
+    thread_index_in_threadgroup, simdgroup, lane);
+"""
+_INPUTS = ("q", "window", "compressed", "chosen", "cos", "sin")
+
+_attend_slices = launch.Kernel(
+    "attention",
+    "attend_slices",
+    _INPUTS,
+    ("parts", "stats"),
+    _ARRAYS
+    + _ATTEND
+    + """
+const size_t first = (size_t(query) * slices + group.y) * H;
+store_part<D, HEADS>(sums, head, H, parts + first * D, stats + first * 2, simdgroup, lane);
+""",
+)
+_merge_slices = launch.Kernel(
+    "attention",
+    "merge_slices",
+    ("parts", "stats", "sinks", "cos", "sin"),
+    ("out",),
+    """
+const uint3 i = thread_position_in_grid;
+const int slices = parts_shape[1];
+const int H = parts_shape[2];
+const size_t first = size_t(i.z) * slices * H;
+merge<T, D, R>(
+    parts + first * D, stats + first * 2, slices, int(i.y), H, sinks[i.y], cos + i.z * R,
+    sin + i.z * R, out + (size_t(i.z) * H + i.y) * D, 4 * int(i.x));
+""",
+)
+_attend_whole = launch.Kernel(
+    "attention",
+    "attend_whole",
+    (*_INPUTS, "sinks"),
+    ("out",),
+    _ARRAYS
+    + _ATTEND
+    + """
+store_out<T, D, R, HEADS>(
+    sums, head, H, sinks, cos + query * R, sin + query * R, out + size_t(query) * H * D, factors,
+    simdgroup, lane);
+""",
+)
+
+
+def _sparse_attention_metal(
+    q: mx.array,
+    first_query: int,
+    window: WindowRows,
+    selected: SelectedRows | None,
+    sinks: mx.array,
+    *,
+    sliding_window: int,
+    at: Rotation,
+    formats: CacheFormats,
+    turns_q: bool = False,
+) -> mx.array:
+    """`sparse_attention` over the packed formats: two launches for few queries, else one."""
+    Q, H, D = q.shape
+    R = 2 * at.cos.shape[-2]
+    rows = window.rows
+    if window.first_position is not None:
+        # The last row is the last query's own; what lies before the first query's reach is cut.
+        end = first_query + Q - window.first_position
+        rows = rows[max(first_query - sliding_window + 1 - window.first_position, 0) : end]
+    n_rows = min(rows.shape[0], sliding_window)
+    if selected is None:
+        # The kernel reads neither; any array stands in.
+        compressed, chosen, kind = rows, rows, 0
+    elif selected.ids is None:
+        compressed, chosen, kind = selected.rows, selected.visible, 1
+        n_rows += selected.rows.shape[0]
+    else:
+        compressed, chosen, kind = selected.rows, selected.ids, 2
+        n_rows += selected.ids.shape[1]
+    cut = _cut(Q, H, n_rows)
+    template = [("T", q.dtype), ("D", D), ("R", R)]
+    attending = [
+        *template,
+        ("HEADS", cut.heads),
+        ("CHOSEN", kind),
+        ("REACH", sliding_window),
+        ("TURNS", turns_q),
+    ]
+    grid = (-(-H // cut.heads) * _THREADS, cut.slices, Q)
+    inputs = [q, rows, compressed, chosen, at.cos, at.sin]
+    if cut.slices == 1:
+        (out,) = _attend_whole(
+            [*inputs, sinks],
+            template=attending,
+            grid=grid,
+            threadgroup=(_THREADS, 1, 1),
+            shapes=[q.shape],
+            dtypes=[q.dtype],
+        )
+        return out
+    parts, stats = _attend_slices(
+        inputs,
+        template=attending,
+        grid=grid,
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(Q, cut.slices, H, D), (Q, cut.slices, H, 2)],
+        dtypes=[mx.float32, mx.float32],
+    )
+    (out,) = _merge_slices(
+        [parts, stats, sinks, at.cos, at.sin],
+        template=template,
+        grid=(D // 4, H, Q),
+        threadgroup=(min(D // 4, 32), 1, 1),
+        shapes=[q.shape],
+        dtypes=[q.dtype],
+    )
+    return out
+
+
+def sparse_attention_bytes(
+    shape: tuple[int, int, int],
+    rotated: int,
+    *,
+    window_rows: int,
+    compressed_rows: int,
+    most_rows: int,
+    chosen: int,
+    value_bytes: int,
+    turns_q: bool = False,
+) -> int:
+    """Bytes that the kernels of one call read and write, for q of a shape (Q, H, D).
+
+    Different rows that are seen at all, the most that one query may see, and the int32 in
+    `visible` or `ids`, whichever is read.
+    """
+    Q, H, D = shape
+    slices = _cut(Q, H, most_rows).slices
+    rows = window_rows * (D + D // 32) + compressed_rows * (D // 2 + D // 16) + 4 * chosen
+    parts = 0 if slices == 1 else 2 * 4 * Q * slices * H * (D + 2)
+    turning = 2 * 4 * Q * rotated * (2 if turns_q and slices > 1 else 1)
+    return 2 * Q * H * D * value_bytes + rows + parts + 4 * H + turning
+
+
+@launch.probe("attention")
+def _agrees() -> bool:
+    """Both ways of the kernels on a few rows, for one query and for many."""
+    D, R, W, S = 64, 16, 20, 30
+    key = mx.random.key(0)
+    window = WINDOW.pack(mx.random.normal((W + 79, D), key=key))
+    rows = COMPRESSED.pack(mx.random.normal((S, D), key=key))
+    for Q, H in ((1, 9), (80, 33)):
+        angles = mx.random.uniform(0, 6, (Q, R // 2, 1), key=key)
+        ids = mx.where(mx.arange(S) % 3 == 0, -1, mx.arange(S)).astype(mx.int32)
+        results = [
+            attend(
+                2 * mx.random.normal((Q, H, D), key=key),
+                W - 1,
+                WindowRows(window, 0),
+                SelectedRows(rows, mx.full((Q,), S, dtype=mx.int32), mx.repeat(ids[None], Q, 0)),
+                mx.random.normal((H,), key=key),
+                sliding_window=W,
+                at=Rotation(
+                    mx.repeat(mx.cos(angles), 2, -1),
+                    mx.concatenate([-mx.sin(angles), mx.sin(angles)], -1),
+                ),
+                formats=CacheFormats(),
+                turns_q=True,
+            )
+            for attend in (_sparse_attention_metal, sparse_attention_reference)
+        ]
+        if not mx.allclose(*results, rtol=0, atol=1e-4).item():
+            return False
+    return True
