@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_engine.formats import RowFormat
-from mlx_engine.ops.topk import top_k
+from mlx_engine.formats import INDEX, RowFormat
+from mlx_engine.ops import launch
+from mlx_engine.ops.topk import Selection, select_metal, selection_bytes, top_k
 
 # Queries times heads times rows scored at once: bounds the memory of a prefill at any context.
 _TILE_VALUES = 1 << 22
+
+# Scores that the kernels hold at once.
+_TILE_SCORES = 1 << 24
+_THREADS = 256
+_KEYS_OF_THREADGROUP = 128
+# Enough for 80 cores, and few enough that staging the query does not count.
+_THREADGROUPS = 640
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,33 @@ def choose_rows(
 
     With `topk_blocks` the best blocks are chosen too, for later layers; with `candidates`, int32
     [Q, B], only rows of those blocks can be chosen. Returns the rows int32 [Q, min(k, S)] and the
-    blocks int32 [Q, B] or None, both ascending with -1 for none.
+    blocks int32 [Q, B] or None, both ascending with -1 for none, wherever it stands.
     """
+    # MLX would put fewer than 8 words of codes in another address space.
+    if launch.is_on("indexer") and keys.fmt == INDEX and keys.codes.size >= 8:
+        choose = choose_rows_metal
+    else:
+        choose = choose_rows_reference
+    return choose(
+        queries,
+        keys,
+        k=k,
+        block_size=block_size,
+        topk_blocks=topk_blocks,
+        candidates=candidates,
+    )
+
+
+def choose_rows_reference(
+    queries: IndexQueries,
+    keys: IndexKeys,
+    *,
+    k: int,
+    block_size: int,
+    topk_blocks: int | None = None,
+    candidates: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """`choose_rows` in MLX's operations."""
     Q, H, _ = queries.q.shape
     step = max(1, _TILE_VALUES // (H * keys.codes.shape[0]))
     rows: list[mx.array] = []
@@ -120,3 +153,161 @@ def select_rows(scores: mx.array, k: int) -> mx.array:
     """The k best entries of each row, ascending, -1 for one at -inf: int32 [Q, min(k, S)]."""
     ids = top_k(scores, min(k, scores.shape[-1]))
     return mx.where(mx.take_along_axis(scores, ids, axis=-1) > -mx.inf, ids, -1)
+
+
+def choose_rows_metal(
+    queries: IndexQueries,
+    keys: IndexKeys,
+    *,
+    k: int,
+    block_size: int,
+    topk_blocks: int | None = None,
+    candidates: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """`choose_rows` over keys packed as INDEX: a launch for the scores, one or two for each choice.
+
+    With candidates only their rows are read and scored.
+    """
+    Q, S = queries.q.shape[0], keys.codes.shape[0]
+    k = min(k, S)
+    N = S if candidates is None else candidates.shape[1] * block_size
+    step = max(1, _TILE_SCORES // N)
+    rows: list[mx.array] = []
+    blocks: list[mx.array] = []
+    for first in range(0, Q, step):
+        tile = slice(first, first + step)
+        some = IndexQueries(queries.q[tile], queries.head_weights[tile], queries.visible[tile])
+        among = None if candidates is None else candidates[tile]
+        scores = index_scores_metal(some, keys, among, block_size)
+        if topk_blocks is not None:
+            assert among is None, "candidates are chosen among all rows"
+            best = min(topk_blocks, -(-S // block_size))
+            chosen = (scores, some.visible)
+            blocks.append(select_metal(Selection.BLOCKS, chosen, best, block_size))
+        if among is None:
+            rows.append(select_metal(Selection.ROWS, (scores,), k, block_size))
+        else:
+            rows.append(select_metal(Selection.ROWS_OF_BLOCKS, (scores, among), k, block_size))
+    return _joined(rows), _joined(blocks) if blocks else None
+
+
+def index_scores_metal(
+    queries: IndexQueries, keys: IndexKeys, blocks: mx.array | None, block_size: int
+) -> mx.array:
+    """Scores of all S rows, f32 [Q, S], or of those of `blocks` int32 [Q, B]: [Q, B * block_size].
+
+    -inf where a query does not see the row, and for the rows of block -1.
+    """
+    Q, H, D = queries.q.shape
+    inputs = [queries.q, queries.head_weights, keys.codes, keys.scales, queries.visible]
+    template: list[tuple[str, mx.Dtype | int]] = [("T", queries.q.dtype), ("H", H), ("D", D)]
+    kernel, rows = _SCORES, keys.codes.shape[0]
+    if blocks is not None:
+        kernel, rows = _SCORES_OF_BLOCKS, blocks.shape[1] * block_size
+        inputs.append(blocks)
+        template.append(("SIZE", block_size))
+    groups = min(-(-rows // _KEYS_OF_THREADGROUP), max(1, _THREADGROUPS // Q))
+    (scores,) = kernel(
+        inputs,
+        template=template,
+        grid=(groups * _THREADS, Q, 1),
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(Q, rows)],
+        dtypes=[mx.float32],
+    )
+    return scores
+
+
+_BODY = """
+    threadgroup bfloat16_t queries[query_values<H, D>()];
+    threadgroup float own[SCORE_SIMDGROUPS * own_floats<H>()];
+    const uint2 at = threadgroup_position_in_grid.xy;
+    const uint N = {N};
+    index_scores<T, H, D>(
+        q + at.y * H * D, head_weights + at.y * H, codes, scales, int(visible[at.y]), {rows}, N,
+        scores + at.y * N, queries, own + simdgroup_index_in_threadgroup * own_floats<H>(),
+        at.x * SCORE_SIMDGROUPS + simdgroup_index_in_threadgroup,
+        threadgroups_per_grid.x * SCORE_SIMDGROUPS, thread_index_in_threadgroup,
+        threads_per_threadgroup.x, thread_index_in_simdgroup);"""
+_INPUTS = ("q", "head_weights", "codes", "scales", "visible")
+_SCORES = launch.Kernel(
+    "indexer",
+    "index_scores",
+    _INPUTS,
+    ("scores",),
+    _BODY.format(N="uint(codes_shape[0])", rows="EveryRow()"),
+)
+_SCORES_OF_BLOCKS = launch.Kernel(
+    "indexer",
+    "index_scores_of_blocks",
+    (*_INPUTS, "blocks"),
+    ("scores",),
+    _BODY.format(
+        N="uint(blocks_shape[1]) * SIZE",
+        rows="rows_of_blocks(blocks + at.y * uint(blocks_shape[1]), SIZE)",
+    ),
+)
+
+
+def choose_rows_bytes(
+    Q: int,
+    S: int,
+    H: int,
+    D: int,
+    k: int,
+    *,
+    itemsize: int,
+    block_size: int,
+    topk_blocks: int | None = None,
+    candidate_blocks: int | None = None,
+) -> int:
+    """Bytes that `choose_rows_metal` reads and writes for one tile of queries that see every row.
+
+    itemsize: of q. With `candidate_blocks` each query reads the rows of so many whole blocks, taken
+    as different from those of other queries.
+    """
+    N = S if candidate_blocks is None else candidate_blocks * block_size
+    read = S if candidate_blocks is None else min(Q * N, S)
+    key = D // 2 + D // INDEX.group
+    total = read * key + Q * (H * D * itemsize + 4 * H + 4) + 4 * Q * N  # the scores
+    total += 4 * Q * N + selection_bytes(Q, N, min(k, S))
+    if candidate_blocks is not None:
+        total += 2 * 4 * Q * candidate_blocks
+    if topk_blocks is not None:
+        blocks = -(-S // block_size)
+        total += 4 * Q * (N + 1) + selection_bytes(Q, blocks, min(topk_blocks, blocks))
+    return total
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+@launch.probe("indexer")
+def agrees() -> bool:
+    """Whether rows, blocks and rows among blocks are chosen as by the reference.
+
+    All values are small integers, so that every order of a sum gives the same score.
+    """
+    Q, S, H, D = 2, 70, 32, 128
+    codes = (mx.arange(S * D // 8, dtype=mx.uint32) * 2654435761).reshape(S, D // 8)
+    scales = (126 + mx.arange(S * D // 32) % 3).astype(mx.uint8).reshape(S, D // 32)
+    keys = IndexKeys(codes, scales, INDEX)
+    q = (mx.arange(Q * H * D) * 7 % 5 - 2).astype(mx.float32).reshape(Q, H, D)
+    weights = (mx.arange(Q * H) % 4 - 1).astype(mx.float32).reshape(Q, H)
+    queries = IndexQueries(q, weights, mx.array([S - 3, S], dtype=mx.int32))
+    blocks = None
+    for topk_blocks in (5, None):
+        results = [
+            choose(queries, keys, k=9, block_size=4, topk_blocks=topk_blocks, candidates=blocks)
+            for choose in (choose_rows_metal, choose_rows_reference)
+        ]
+        (ours, our_blocks), (rows, blocks) = results
+        if not mx.array_equal(mx.sort(ours, axis=-1), mx.sort(rows, axis=-1)).item():
+            return False
+        if blocks is not None and (our_blocks is None or not mx.array_equal(our_blocks, blocks)):
+            return False
+    # The largest threadgroups of both launches of a selection.
+    many = (mx.arange(40_000) * 7919 % 4001).astype(mx.float32)[None]
+    chosen = select_metal(Selection.ROWS, (many,), 6000)
+    return bool(mx.array_equal(chosen, top_k(many, 6000)).item())

@@ -1,12 +1,23 @@
 """The k largest entries of a row, ties to the lowest index.
 
 MLX's partition leaves ties open. They do occur: index scores of rows that no head points at are
-all zero.
+all zero. The kernels are in metal/indexer.metal; they make the integers of the score and its index
+from f32 scores as they read them.
 """
+
+from collections.abc import Sequence
+from enum import StrEnum
 
 import mlx.core as mx
 
+from mlx_engine.ops import launch
+
 _LOW_BITS = 0xFFFFFFFF
+
+_THREADS = 1024
+# Most scores of a thread, and survivors of the parts of a row in the last launch.
+_SHARE = 16
+_LAST_SHARE = 32
 
 
 def top_k(scores: mx.array, k: int) -> mx.array:
@@ -24,3 +35,132 @@ def top_k(scores: mx.array, k: int) -> mx.array:
         keys = mx.partition(keys, kth=S - k, axis=-1)[..., S - k :]
     ids = _LOW_BITS - keys.astype(mx.uint32)
     return mx.sort(ids.astype(mx.int32), axis=-1)
+
+
+class Selection(StrEnum):
+    """What is chosen by f32 scores [Q, N], and from which inputs.
+
+    ROWS: scores. BLOCKS of `size` rows each, by their best row and that of the newest visible row
+    first: scores, visible int32 [Q]. ROWS_OF_BLOCKS, the N = B * size rows of blocks: scores,
+    blocks int32 [Q, B]. SURVIVORS of the parts of a row: their keys and ids [Q, N].
+    """
+
+    ROWS = "rows"
+    BLOCKS = "blocks"
+    ROWS_OF_BLOCKS = "rows_of_blocks"
+    SURVIVORS = "survivors"
+
+
+def select_metal(
+    selection: Selection, inputs: Sequence[mx.array], k: int, size: int = 1
+) -> mx.array:
+    """The k best of N, or of the blocks, ascending, -1 for one at -inf: int32 [Q, k].
+
+    Ties go to the lowest. One launch for up to 16,384 entries; for more their parts take one first.
+    """
+    Q, N = inputs[0].shape
+    entries, share = -(-N // size) if selection is Selection.BLOCKS else N, _SHARE
+    while entries > share * _THREADS:
+        share = _part_share(entries, k)
+        parts = -(-entries // (share * _THREADS))
+        inputs = _BEST_OF_PARTS[selection](
+            inputs,
+            template=_template(selection, k, share, size),
+            grid=(parts * _THREADS, Q, 1),
+            threadgroup=(_THREADS, 1, 1),
+            shapes=[(Q, parts * k)] * 2,
+            dtypes=[mx.uint32, mx.int32],
+        )
+        selection, entries, share = Selection.SURVIVORS, parts * k, _LAST_SHARE
+    # Fewer entries than k leave places that threads without an entry fill.
+    places, share = max(entries, k), 1
+    while share * _THREADS < places:
+        share *= 2
+    threads = -(-places // (32 * share)) * 32
+    (ids,) = _BEST[selection](
+        inputs,
+        template=_template(selection, k, share, size),
+        grid=(threads, Q, 1),
+        threadgroup=(threads, 1, 1),
+        shapes=[(Q, k)],
+        dtypes=[mx.int32],
+    )
+    return ids
+
+
+def _part_share(entries: int, k: int) -> int:
+    """Entries of a thread when a row is cut into parts: the least work of both launches in turn."""
+    shares = [s for s in (1, 2, 4, 8, 16) if s <= _SHARE and s * _THREADS >= 2 * k]
+    assert shares, f"the best {k} in parts of at most {_SHARE * _THREADS}"
+    return min(shares, key=lambda s: s + -(-entries // (s * _THREADS)) * k / _THREADS)
+
+
+def _template(selection: Selection, k: int, share: int, size: int) -> list[tuple[str, int]]:
+    of_blocks = selection in (Selection.BLOCKS, Selection.ROWS_OF_BLOCKS)
+    return [("K", k), ("SHARE", share), *([("SIZE", size)] if of_blocks else [])]
+
+
+def selection_bytes(Q: int, entries: int, k: int) -> int:
+    """Bytes that `select_metal` reads and writes beside its inputs."""
+    total, share = 4 * Q * k, _SHARE
+    while entries > share * _THREADS:
+        entries, share = -(-entries // (_part_share(entries, k) * _THREADS)) * k, _LAST_SHARE
+        # Keys and ids are written, all keys read again, and the ids of those that are chosen.
+        total += Q * (12 * entries + 4 * k)
+    return total
+
+
+_BODY = """
+    threadgroup uint scratch[2 * SIMD];
+    const uint2 at = threadgroup_position_in_grid.xy;
+    const uint N = {N};
+    const uint part = threads_per_threadgroup.x * SHARE;
+    select_top<SHARE, K>(
+        {source}, at.x * part, min(N, (at.x + 1) * part), {sink}, scratch,
+        simdgroups_per_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"""
+# Of each selection: the inputs, how many entries a query has, and their source in the kernel.
+_SOURCES = {
+    Selection.ROWS: (
+        ("scores",),
+        "uint(scores_shape[1])",
+        "scored_rows(scores + at.y * N, EveryRow())",
+    ),
+    Selection.BLOCKS: (
+        ("scores", "visible"),
+        "(uint(scores_shape[1]) + SIZE - 1) / SIZE",
+        "scored_blocks(scores + at.y * uint(scores_shape[1]), uint(scores_shape[1]), SIZE, "
+        "int(visible[at.y]))",
+    ),
+    Selection.ROWS_OF_BLOCKS: (
+        ("scores", "blocks"),
+        "uint(scores_shape[1])",
+        "scored_rows(scores + at.y * N, rows_of_blocks(blocks + at.y * (N / SIZE), SIZE))",
+    ),
+    Selection.SURVIVORS: (
+        ("keys", "key_ids"),
+        "uint(keys_shape[1])",
+        "merged(keys + at.y * N, key_ids + at.y * N)",
+    ),
+}
+
+
+def _kernels(suffix: str, outputs: tuple[str, ...], sink: str) -> dict[Selection, launch.Kernel]:
+    return {
+        selection: launch.Kernel(
+            "indexer",
+            f"best_{selection}{suffix}",
+            inputs,
+            outputs,
+            _BODY.format(N=N, source=source, sink=sink),
+        )
+        for selection, (inputs, N, source) in _SOURCES.items()
+    }
+
+
+_BEST = _kernels("", ("ids",), "Chosen{ids + at.y * K}")
+_BEST_OF_PARTS = _kernels(
+    "_of_parts",
+    ("best", "best_ids"),
+    "Survivors{best + (at.y * threadgroups_per_grid.x + at.x) * K, "
+    "best_ids + (at.y * threadgroups_per_grid.x + at.x) * K}",
+)
