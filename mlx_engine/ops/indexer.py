@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_engine.formats import RowFormat
+from mlx_engine.memory import SCAN_VALUES
 from mlx_engine.ops.topk import top_k
-
-# Queries times heads times rows scored at once: bounds the memory of a prefill at any context.
-_TILE_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def choose_rows(
     blocks int32 [Q, B] or None, both ascending with -1 for none.
     """
     Q, H, _ = queries.q.shape
-    step = max(1, _TILE_VALUES // (H * keys.codes.shape[0]))
+    step = max(1, SCAN_VALUES // (H * keys.codes.shape[0]))
     rows: list[mx.array] = []
     blocks: list[mx.array] = []
     for first in range(0, Q, step):
@@ -75,7 +73,7 @@ def index_scores(
     Q, H, D = q.shape
     S = keys.codes.shape[0]
     flat = q.astype(mx.float32).reshape(-1, D)
-    step = max(1, _TILE_VALUES // (Q * H))
+    step = max(1, SCAN_VALUES // (Q * H))
     parts: list[mx.array] = []
     for first in range(0, S, step):
         rows = slice(first, first + step)
