@@ -2,6 +2,7 @@
 # make check    the whole gate: format, lint, types, tests
 # make format   rewrites the sources in the project's format
 # make types    build/types, in which pyright sees the mapped folders as parts of mlx_engine
+# make emulator installs what executes Metal source in tests (Debian and Ubuntu, x86-64)
 # make lock     resolves the lock files again (needs uv); UV_FLAGS=--upgrade takes newer versions
 #
 # With uv on the PATH these use it, otherwise venv and pip. PYTHON names the interpreter.
@@ -28,7 +29,7 @@ CHECK_PYTHON = \
             "install its venv module (Debian: apt-get install python3-venv) or uv" >&2; exit 2; }
 endif
 
-.PHONY: ds41 check format types lock
+.PHONY: ds41 check format types emulator lock
 
 ds41: $(VENV)/.runtime
 	@echo "Ready: $(BIN)/ds41"
@@ -59,6 +60,18 @@ types:
 	@rm -rf build/types && mkdir -p build/types/mlx_engine
 	@ln -s "$(CURDIR)"/mlx_engine/* build/types/mlx_engine/
 	@for folder in $(MAPPED); do ln -s "$(CURDIR)/$$folder" build/types/mlx_engine/; done
+
+EMULATOR_PACKAGES := clang-19 lld-19 libclang-rt-19-dev llvm-19
+
+emulator:
+	@test "$$(uname -sm)" = "Linux x86_64" \
+	  || { echo "Metal source is executed on Linux x86-64 only" >&2; exit 2; }
+	@command -v apt-get >/dev/null \
+	  || { echo "Install the like of these packages: $(EMULATOR_PACKAGES)" >&2; exit 2; }
+	@dpkg -s $(EMULATOR_PACKAGES) >/dev/null 2>&1 || { \
+	  as_root=$$(test "$$(id -u)" = 0 || echo sudo); \
+	  $$as_root apt-get update -q \
+	  && $$as_root apt-get install -y -q --no-install-recommends $(EMULATOR_PACKAGES); }
 
 # "fewest" takes one numpy for every Python version: type stubs of a numpy that needs Python 3.12
 # do not parse as the 3.11 that pyright checks against.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_engine.download import REPO, REVISION, DownloadProgress, download
+from mlx_engine.download import AGAIN, REPO, REVISION, DownloadProgress, download
 
 
 def download_command(
@@ -26,7 +26,10 @@ def download_command(
 ) -> None:
     """Fetch the checkpoint from the Hugging Face hub.
 
-    Ctrl-C stops it and the same command goes on: finished files are kept.
+    Ctrl-C stops it and the same command goes on: finished files are kept, an
+    unfinished one starts from its beginning. So a stop can cost about 7 GB,
+    and 101 GB in the two of the 48 shards that hold an Engram table.
+
     HF_ENDPOINT names another hub, HF_TOKEN or `hf auth login` log in.
     """
     target = directory or Path(Path(repo).name)
@@ -34,9 +37,7 @@ def download_command(
         with _shown() as report:
             download(target, repo=repo, revision=revision, report=report)
     except KeyboardInterrupt:
-        typer.echo(
-            f"Stopped. {target} keeps the finished files: run the same command to go on.", err=True
-        )
+        typer.echo(f"Stopped. To complete {target}, {AGAIN}.", err=True)
         raise typer.Exit(130) from None
     typer.echo(f"Complete: {target}. Run it with: ds41 run --model {target}", err=True)
 

@@ -6,7 +6,6 @@ Reads `config.json`, the index and the shards' headers, never a weight.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -17,13 +16,6 @@ from mlx_engine.config_file import load_config
 from mlx_engine.errors import EngineError, ModelFileError
 from mlx_engine.inventory import RESIDENT, Owner
 from mlx_engine.shards import Listing, list_tensors
-
-
-def inspect_command(
-    directory: Annotated[Path, typer.Argument(help="The folder that holds the checkpoint.")],
-) -> None:
-    """Show what a checkpoint holds, what of it stays in memory, and whether this machine fits."""
-    inspect(directory)
 
 
 def inspect(directory: Path, machine: memory.MachineMemory | None = None) -> None:
@@ -80,11 +72,12 @@ def _memory(config: ModelConfig, machine: memory.MachineMemory) -> Iterator[str]
     context_tokens = config.max_position_embeddings
     needed = memory.needs(config, context_tokens)
     per_token = memory.growing_bytes_per_token(config)
-    windows = memory.format_bytes(memory.window_bytes(config, context_tokens))
+    windows = memory.format_bytes(memory.window_bytes(config))
     yield from _table(
         [
             ("", "bytes", ""),
             ("weights in memory", f"{needed.weights_bytes:,}", ""),
+            ("kept beside them", f"{needed.kept_bytes:,}", "scales by row, hot Engram rows"),
             (
                 "state at full context",
                 f"{needed.state_bytes:,}",

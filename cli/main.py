@@ -37,6 +37,15 @@ class _Commands(TyperGroup):
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except EngineError as error:
             code = _fail(str(error), 2)
+        except ImportError as error:
+            # Without a back-end MLX's compiled module is there and the library behind it is not.
+            if Path(error.path or "").parent.name != "mlx":
+                raise
+            code = _fail(
+                f"MLX cannot start ({error}): on Linux install ds41 with one of the extras cpu, "
+                "cuda12 and cuda13, as in pip install 'ds41[cpu]'",
+                2,
+            )
         except typer.TyperException as error:
             code = _fail(" ".join(error.format_message().split()), error.exit_code)
         if standalone_mode:
@@ -87,6 +96,6 @@ def _inspect(  # pyright: ignore[reportUnusedFunction]
     directory: Annotated[Path, typer.Argument(help="The folder that holds the checkpoint.")],
 ) -> None:
     """Show what a checkpoint holds, what of it stays in memory, and whether this machine fits."""
-    from mlx_engine.cli.inspect import inspect_command
+    from mlx_engine.cli.inspect import inspect
 
-    inspect_command(directory)
+    inspect(directory)

@@ -83,8 +83,8 @@ def run_command(
     ] = "short",
 ) -> None:
     """Answer a prompt: text to stdout, reasoning, progress and statistics to stderr."""
-    from mlx_engine.engine import load
-    from mlx_engine.respond import Request, respond
+    from mlx_engine.engine import open_model
+    from mlx_engine.respond import Request
     from mlx_engine.sampling import Sampling
 
     given = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "seed": seed}
@@ -101,16 +101,13 @@ def run_command(
     terminal = Terminal(is_streaming=not as_json)
     directory = model or _tiny_model()
     with terminal.loading() as on_progress:
-        engine = load(
-            directory.expanduser(),
-            dtype,
-            context_tokens=ctx,
-            prefill=prefill,
-            cache_dir=cache_directory(),
-            on_progress=on_progress,
+        opened = open_model(directory.expanduser(), context_tokens=ctx)
+        opened.check(request)
+        engine = opened.load(
+            dtype, prefill=prefill, cache_dir=cache_directory(), on_progress=on_progress
         )
     with engine, _first_ctrl_c() as cancelled:
-        events = respond(engine, request, on_progress=terminal.prefill, cancelled=cancelled)
+        events = engine.respond(request, on_progress=terminal.prefill, cancelled=cancelled)
         with closing(events):
             end = terminal.show(events)
     if as_json:

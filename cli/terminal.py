@@ -72,12 +72,14 @@ class Terminal:
 
     def statistics(self, end: "End") -> None:
         """Write one line about the run."""
-        timings = end.timings
+        timings, engram = end.timings, end.engram
+        rows = engram.rows_distinct
+        hits = f"engram {engram.cache_hits / rows:.0%} of rows in memory; " if rows else ""
         cached = f" ({end.cached_tokens:,} cached)" if end.cached_tokens else ""
         typer.echo(
             f"ds41: prompt {end.prompt_tokens:,} tokens{cached}, "
             f"{timings.prefill_tokens_per_s:,.1f}/s; "
-            f"answer {end.completion_tokens:,} tokens, {timings.decode_tokens_per_s:,.1f}/s; "
+            f"answer {end.completion_tokens:,} tokens, {timings.decode_tokens_per_s:,.1f}/s; {hits}"
             f"load {self.load_s:.1f} s, prefill {timings.prefill_s:.1f} s, "
             f"decode {timings.decode_s:.1f} s; {end.finish_reason}",
             err=True,

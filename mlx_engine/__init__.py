@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_engine.answer import ReasoningDelta, TextDelta
-    from mlx_engine.engine import Engine, load
+    from mlx_engine.engine import Engine, OpenModel, load, open_model
+    from mlx_engine.engram_table import EngramStats
     from mlx_engine.errors import (
         BadRequest,
         CacheCorrupt,
@@ -39,22 +40,26 @@ __all__ = [
     "End",
     "Engine",
     "EngineError",
+    "EngramStats",
     "Event",
     "Message",
     "ModelFileError",
+    "OpenModel",
     "Progress",
     "ReasoningDelta",
     "Request",
     "Sampling",
     "TextDelta",
     "load",
+    "open_model",
 ]
 
 __version__ = version("ds41")
 
 _HOMES = {
     "answer": ("ReasoningDelta", "TextDelta"),
-    "engine": ("Engine", "load"),
+    "engine": ("Engine", "OpenModel", "load", "open_model"),
+    "engram_table": ("EngramStats",),
     "prompt": ("Message",),
     "respond": ("End", "Event", "Progress", "Request"),
     "sampling": ("Sampling",),

@@ -20,8 +20,9 @@ import numpy as np
 from mlx_engine import memory
 from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import load_config
+from mlx_engine.engram_table import TableLocation
 from mlx_engine.errors import ModelFileError
-from mlx_engine.inventory import Owner, tensor_specs
+from mlx_engine.inventory import Owner, is_nan, tensor_specs
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
 from mlx_engine.shards import Listing, TensorLocation, list_tensors, some
 from mlx_engine.weights import (
@@ -48,8 +49,6 @@ _CHUNK_BYTES = 8 * 2**20
 _READERS = 8
 _MAX_PENDING_READS = 4 * _READERS
 
-_NOT_A_NUMBER = 255  # in e8m0; in e4m3 with the sign set
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -59,7 +58,7 @@ class Checkpoint:
     config: ModelConfig
     locations: Mapping[str, TensorLocation]
 
-    def load_weights(self, on_progress: Progress | None = None) -> Weights:
+    def read_weights(self, on_progress: Progress | None = None) -> Weights:
         """Read the text model's weights; `on_progress` is told bytes read and bytes in all.
 
         BF16 and F32 keep their types, whatever the activations are. Holds no more than the weights
@@ -77,12 +76,13 @@ class Checkpoint:
             read.finish()
         return weights
 
-    def engram_tables(self) -> list[tuple[int, TensorLocation, TensorLocation]]:
-        """Each Engram layer with the locations of its table's weight and scale, none of it read.
+    def engram_tables(self) -> list[TableLocation]:
+        """Where the table of each Engram layer lies, in the order of the layers; reads nothing.
 
-        Raises ModelFileError when the two lie in different files, which the row reader cannot use.
+        Raises ModelFileError when a table's weight and scale lie in different files, which the row
+        reader cannot use.
         """
-        tables: list[tuple[int, TensorLocation, TensorLocation]] = []
+        tables: list[TableLocation] = []
         for layer in self.config.engram.layer_ids if self.config.engram else ():
             name = f"layers.{layer}.engram.embed"
             weight, scale = self.locations[f"{name}.weight"], self.locations[f"{name}.scale"]
@@ -91,7 +91,8 @@ class Checkpoint:
                     f"{name}.weight is in {weight.path} and its scale in {scale.path}, they must "
                     "be in one file as they are in the release; fetch the checkpoint again"
                 )
-            tables.append((layer, weight, scale))
+            n_rows, head_dim = weight.shape
+            tables.append(TableLocation(weight.path, weight.offset, scale.offset, n_rows, head_dim))
         return tables
 
 
@@ -113,17 +114,19 @@ def load_weights(
     context_tokens: int,
     on_progress: Progress | None = None,
     *,
+    chunk_tokens: int = memory.CHUNK_TOKENS,
     machine: memory.MachineMemory | None = None,
     set_wired_limit: Callable[[int], object] = mx.set_wired_limit,
 ) -> Weights:
     """Make sure that the model fits, raise the wired limit, and only then read the weights.
 
-    Raises DeviceError when the memory is too small, ModelFileError as `Checkpoint.load_weights`.
+    context_tokens: of the session; chunk_tokens: of a prompt that pass the layers at once. Raises
+    DeviceError when the memory is too small, ModelFileError as `Checkpoint.read_weights`.
     """
     machine = machine or memory.machine_memory()
-    needed = memory.require_memory(checkpoint.config, context_tokens, machine)
-    memory.raise_wired_limit(needed.total_bytes, machine, set_wired_limit)
-    return checkpoint.load_weights(on_progress)
+    memory.require_memory(checkpoint.config, context_tokens, machine, chunk_tokens)
+    memory.raise_wired_limit(machine, set_wired_limit)
+    return checkpoint.read_weights(on_progress)
 
 
 def find_problems(config: ModelConfig, listing: Listing) -> list[str]:
@@ -300,10 +303,7 @@ def _read_chunk(file: int, name: str, at: TensorLocation, offset: int, buffer: m
                 f"{at.path} ends at byte {offset + done:,}, within {name}; fetch it again"
             )
         done += n_bytes
-    codes = np.frombuffer(buffer, np.uint8)
-    if at.dtype == "F8_E4M3":
-        codes = codes | np.uint8(0x80)
-    if at.dtype.startswith("F8") and codes.max() == _NOT_A_NUMBER:
+    if at.dtype.startswith("F8") and is_nan(np.frombuffer(buffer, np.uint8), at.dtype).any():
         raise ModelFileError(f"{name} in {at.path} has a code that is no number; fetch it again")
     return done
 

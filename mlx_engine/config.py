@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from mlx_engine.errors import ModelFileError
 
+# Inputs that share a scale in the released weights; in FP8 as many outputs share it too.
+TILE = 32
+
 
 @dataclass(frozen=True)
 class YarnConfig:
@@ -22,7 +25,10 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class EngramConfig:
-    """The n-gram memory's shape (section 4)."""
+    """The n-gram memory's shape (section 4).
+
+    `vocab_size` is where the search for primes starts, not a vocabulary.
+    """
 
     layer_ids: tuple[int, ...]
     num_embeddings: tuple[int, ...]
@@ -149,8 +155,10 @@ def _check_shapes(config: ModelConfig) -> None:
     if config.engram is not None:
         widths["engram_head_dim"] = config.engram.head_dim
     for name, width in widths.items():
-        if width % 32:
-            raise ModelFileError(f"{name} is {width}, it must be a multiple of 32 (scale tiles)")
+        if width % TILE:
+            raise ModelFileError(
+                f"{name} is {width}, it must be a multiple of {TILE} (scale tiles)"
+            )
     rope = config.qk_rope_head_dim
     if rope % 2 or rope > min(config.head_dim, config.index_head_dim):
         raise ModelFileError(

@@ -11,7 +11,14 @@ from math import inf
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_engine.config import DraftConfig, EngramConfig, ModelConfig, VisionConfig, YarnConfig
+from mlx_engine.config import (
+    TILE,
+    DraftConfig,
+    EngramConfig,
+    ModelConfig,
+    VisionConfig,
+    YarnConfig,
+)
 from mlx_engine.errors import ModelFileError
 
 log = logging.getLogger(__name__)
@@ -46,6 +53,10 @@ _SILENT_KEYS = frozenset(
     initializer_range attention_dropout hidden_dropout pad_token_id text_config vision_config
     quantization_config max_batch_size model_type""".split()
 )
+# Of the image encoder's section those that this engine has no use for.
+_SILENT_VISION_KEYS = frozenset(
+    "model_type rope_theta max_image_tokens min_pixels max_wh_ratio".split()
+)
 
 # The only values this engine computes with; another one changes the result, so it is refused.
 _REQUIRED_VALUES: dict[str, Any] = {
@@ -59,7 +70,7 @@ _REQUIRED_VALUES: dict[str, Any] = {
 _QUANTIZATION: dict[str, Any] = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
-    "weight_block_size": [32, 32],
+    "weight_block_size": [TILE, TILE],
     "scale_fmt": "ue8m0",
     "expert_dtype": "fp4",
 }
@@ -67,7 +78,8 @@ _QUANTIZATION: dict[str, Any] = {
 # An unknown key of one of these families would change the computation if it did anything.
 _COMPUTING_FAMILIES = (
     "attention_ attn_ beta_ candidate_ compress_ engram_ gate_ hc_ head_ index_ kv_ moe_ "
-    "n_ norm_ num_ o_ q_ qk_ v_ rms_ rope_ router_ routed_ scoring_ sliding_ swiglu_ topk_ mscale"
+    "n_ norm_ num_ o_ q_ qk_ v_ rms_ rope_ router_ routed_ scoring_ sliding_ swiglu_ topk_ mscale "
+    "quantization_config."
 ).split()
 
 _NULLS: tuple[object, ...] = (None, False, 0, "", [], {})
@@ -98,12 +110,18 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises ModelFileError with every missing key, or with the first value that cannot be.
     """
     is_nested = "text_config" in raw
-    keys = _Keys({**raw, **_section(raw, "text_config")})
+    keys = _Keys({**raw, **_section(raw, "text_config")}, _SILENT_KEYS)
+    quantization = _Keys(_section(raw, "quantization_config"), section="quantization_config.")
+    # A text-only copy may say that there is no image encoder.
+    has_vision = raw.get("vision_config") is not None
+    vision = _Keys(
+        _section(raw, "vision_config") if has_vision else {}, _SILENT_VISION_KEYS, "vision_config."
+    )
     model_type = raw.get("model_type", MODEL_TYPE if "dim" in raw else None)
     if model_type != MODEL_TYPE:
         raise ModelFileError(f"model_type is {model_type!r}, this engine runs {MODEL_TYPE!r} only")
     if is_nested or "quantization_config" in raw:
-        _check_quantization(_section(raw, "quantization_config"))
+        _check_quantization(quantization)
     keys.require_values(_REQUIRED_VALUES)
     if keys.optional("tie_word_embeddings", False):
         raise ModelFileError("tie_word_embeddings is true, but the model has a head of its own")
@@ -150,10 +168,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         image_token_id=keys.integer("image_token_id", minimum=0),
         engram=_parse_engram(keys),
         draft=_parse_draft(keys),
-        vision=_parse_vision(_section(raw, "vision_config")),
+        vision=_parse_vision(vision) if vision.values else None,
     )
     # Missing keys come first: a check across fields would stumble over their stand-ins.
-    keys.finish()
+    _check_names(keys, quantization, vision)
     return ModelConfig(**fields)
 
 
@@ -166,9 +184,14 @@ def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 class _Keys:
-    """The merged keys, by their nested names; remembers which were used and which are missing."""
+    """The keys of a section, by their nested names; remembers which were used or are missing.
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    `silent` are those that nobody has to use; `section` stands before each name in a message.
+    """
+
+    def __init__(
+        self, raw: Mapping[str, Any], silent: frozenset[str] = frozenset(), section: str = ""
+    ) -> None:
         for alias, name in _ALIASES.items():
             if alias in raw and name in raw and raw[alias] != raw[name]:
                 raise ModelFileError(
@@ -176,23 +199,26 @@ class _Keys:
                     "but they are two names of one key"
                 )
         self.values = {_ALIASES.get(key, key): value for key, value in raw.items()}
-        self.used: set[str] = set()
+        self.used: set[str] = set(silent)
         self.missing: list[str] = []
+        self._section = section
 
     def optional(self, key: str, default: Any) -> Any:
         self.used.add(key)
         return self.values.get(key, default)
 
     def take(self, key: str, stand_in: Any = None) -> Any:
-        """The value, or `stand_in` for a missing key, which `finish` will report."""
+        """The value, or `stand_in` for a missing key, which `_check_names` reports."""
         if key not in self.values:
-            self.missing.append(key)
+            self.missing.append(self._section + key)
         return self.optional(key, stand_in)
 
     def integer(self, key: str, minimum: int = 1) -> int:
         value = self.take(key, minimum)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ModelFileError(f"{key} is {value!r}, it must be an integer of at least {minimum}")
+            raise ModelFileError(
+                f"{self._section}{key} is {value!r}, it must be an integer of at least {minimum}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -223,30 +249,39 @@ class _Keys:
             if value != expected:
                 raise ModelFileError(f"{key} is {value!r}, this engine computes {expected!r} only")
 
-    def finish(self) -> None:
-        """Report every missing key at once, then every key that nobody asked for."""
-        if self.missing:
-            raise ModelFileError(f"missing {', '.join(sorted(self.missing))}")
-        unknown = sorted(set(self.values) - self.used - _SILENT_KEYS)
-        changing = [
-            key
-            for key in unknown
-            if key.startswith(tuple(_COMPUTING_FAMILIES)) and self.values[key] not in _NULLS
-        ]
-        if changing:
-            raise ModelFileError(
-                f"unknown {', '.join(changing)} would change the computation, "
-                "and this engine does not know how"
-            )
-        if unknown:
-            log.warning("config.json: unknown keys are ignored: %s", ", ".join(unknown))
+    def unknown(self) -> dict[str, Any]:
+        """The keys that nobody asked for, with their values."""
+        return {
+            self._section + key: value for key, value in self.values.items() if key not in self.used
+        }
 
 
-def _check_quantization(found: Mapping[str, Any]) -> None:
+def _check_names(*sections: _Keys) -> None:
+    """Report every missing key at once, then every unknown one."""
+    missing = sorted(key for keys in sections for key in keys.missing)
+    if missing:
+        raise ModelFileError(f"missing {', '.join(missing)}")
+    unknown = {key: value for keys in sections for key, value in keys.unknown().items()}
+    changing = sorted(
+        key
+        for key, value in unknown.items()
+        if key.startswith(tuple(_COMPUTING_FAMILIES)) and value not in _NULLS
+    )
+    if changing:
+        raise ModelFileError(
+            f"unknown {', '.join(changing)} would change the computation, "
+            "and this engine does not know how"
+        )
+    if unknown:
+        log.warning("config.json: unknown keys are ignored: %s", ", ".join(sorted(unknown)))
+
+
+def _check_quantization(keys: _Keys) -> None:
     for key, expected in _QUANTIZATION.items():
-        if found.get(key) != expected:
+        value = keys.optional(key, None)
+        if value != expected:
             raise ModelFileError(
-                f"quantization_config.{key} is {found.get(key)!r}, "
+                f"quantization_config.{key} is {value!r}, "
                 f"this engine reads the released format with {expected!r} only"
             )
 
@@ -305,11 +340,8 @@ def _parse_draft(keys: _Keys) -> DraftConfig | None:
     )
 
 
-def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig | None:
-    if not raw:
-        return None
-    keys = _Keys(raw)
-    vision = VisionConfig(
+def _parse_vision(keys: _Keys) -> VisionConfig:
+    return VisionConfig(
         num_hidden_layers=keys.integer("num_hidden_layers"),
         hidden_size=keys.integer("hidden_size"),
         num_attention_heads=keys.integer("num_attention_heads"),
@@ -317,6 +349,3 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig | None:
         patch_size=keys.integer("patch_size"),
         downsample_ratio=keys.integer("downsample_ratio"),
     )
-    if keys.missing:
-        raise ModelFileError(f"vision_config misses {', '.join(sorted(keys.missing))}")
-    return vision

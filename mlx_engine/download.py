@@ -24,6 +24,12 @@ from mlx_engine.errors import BadRequest, DeviceError, EngineError
 REPO = "deepseek-ai/DeepSeek-V4.1-Flash"
 REVISION = "dba1be0a40aa45a94ad051997016db3960a90277"
 
+# huggingface_hub goes on within a file only as long as its process lives.
+AGAIN = (
+    "run the same command again: finished files are kept, an unfinished one starts from its "
+    "beginning"
+)
+
 # Room beyond the files themselves: the folder's entries, and what else the machine writes.
 MARGIN_BYTES = 1 << 30
 
@@ -220,7 +226,7 @@ def _explain(error: Exception, what: str, hub: str, directory: Path) -> EngineEr
     if code in _FULL_ERRNOS or "No space left on device" in str(error):
         return DeviceError(
             f"the disk of {directory} is full ({_gb(_free_bytes(directory))} free) at {what}; "
-            "free some and run the same command again, finished files are kept"
+            f"free some and {AGAIN}"
         )
     advice = "check the network"
     if code in _DISK_ERRNOS:
@@ -240,10 +246,7 @@ def _explain(error: Exception, what: str, hub: str, directory: Path) -> EngineEr
             reason, advice = f"it answers {error.response.status_code}", "wait a while"
         case _:
             pass
-    return DeviceError(
-        f"cannot fetch {what} from {hub} ({reason}); {advice} and run the same command again, "
-        "finished files are kept"
-    )
+    return DeviceError(f"cannot fetch {what} from {hub} ({reason}); {advice} and {AGAIN}")
 
 
 def _unwritable(directory: Path, error: OSError) -> DeviceError:

@@ -1,10 +1,12 @@
 """Engine: the loaded model, and the one way in for programs.
 
-`load` opens a checkpoint; `logits`, `generate` and `respond` use it. Callers hand over token ids
-or requests and never see an array of the device. One thread at a time.
+`load` gives an Engine, in two steps for who wants to check a prompt before minutes of reading;
+`logits`, `generate` and `respond` use it. Callers hand over token ids or requests and never see an
+array of the device. One thread at a time.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, cast
@@ -13,10 +15,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_engine import memory
 from mlx_engine.checkpoint import Checkpoint, load_weights, open_checkpoint
 from mlx_engine.config import ModelConfig
 from mlx_engine.engram import EngramHash, EngramReader
-from mlx_engine.engram_table import EngramStats, TableLocation
+from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ContextTooLong
 from mlx_engine.model import Model
 from mlx_engine.respond import Event, Progress, Request, respond
@@ -28,9 +31,6 @@ from mlx_engine.tokenizer import Tokenizer
 
 Dtype = Literal["bfloat16", "float32"]
 DTYPES: dict[Dtype, mx.Dtype] = {"bfloat16": mx.bfloat16, "float32": mx.float32}
-
-# Rows that many prompts share are read from memory; as released this holds two million of them.
-_ENGRAM_CACHE_BYTES = 512 * 2**20
 
 
 def load(
@@ -45,41 +45,94 @@ def load(
 ) -> "Engine":
     """Load the checkpoint in a directory.
 
-    dtype: of the activations between sublayers. context_tokens: prompt and answer together, the
-    model's own limit by default. prefill: "full" runs all layers on all tokens of a prompt, for
-    comparison. cache_dir: where the tokenizer's canonical map is kept, None for nowhere.
-    on_progress: told bytes read and bytes in all. Raises BadRequest for an impossible argument,
-    ModelFileError for a damaged or foreign checkpoint, and DeviceError when it cannot fit, before
-    a weight is read.
+    Both steps at once: `open_model` and `OpenModel.load` say what the arguments mean, and what is
+    raised.
     """
-    if dtype not in DTYPES:
-        raise BadRequest(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
-    if prefill not in ("short", "full"):
-        raise BadRequest(f"prefill is {prefill!r}, it must be short or full")
+    return open_model(path, context_tokens=context_tokens).load(
+        dtype,
+        prefill=prefill,
+        chunk_tokens=chunk_tokens,
+        cache_dir=cache_dir,
+        on_progress=on_progress,
+    )
+
+
+def open_model(path: str | Path, *, context_tokens: int | None = None) -> "OpenModel":
+    """Check the checkpoint in a directory, tokenizer included, without reading a weight.
+
+    context_tokens: prompt and answer together, the model's own limit by default. Raises BadRequest
+    for an impossible one, ModelFileError for a damaged or foreign checkpoint.
+    """
     directory = Path(path)
     checkpoint = open_checkpoint(directory)
     limit = checkpoint.config.max_position_embeddings
     context_tokens = limit if context_tokens is None else context_tokens
     if not 1 <= context_tokens <= limit:
         raise BadRequest(f"the context is {context_tokens} tokens, it must be from 1 to {limit}")
-    tokenizer = Tokenizer.load(directory)
-    engram = _open_engram(checkpoint, cache_dir)
-    try:
-        weights = load_weights(checkpoint, context_tokens, on_progress)
-    except BaseException:
-        if engram is not None:
-            engram.close()
-        raise
-    model = Model(checkpoint.config, weights, DTYPES[dtype])
-    return Engine(
-        directory,
-        model,
-        tokenizer,
-        engram,
-        context_tokens=context_tokens,
-        prefill=prefill,
-        chunk_tokens=chunk_tokens,
-    )
+    return OpenModel(checkpoint, Tokenizer.load(directory, checkpoint.config), context_tokens)
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint that was found right, its weights still on disk: minutes before an Engine."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    context_tokens: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """The checkpoint's configuration."""
+        return self.checkpoint.config
+
+    def check(self, request: Request) -> None:
+        """Raise what `Engine.respond` would raise for this request, before a weight is read."""
+        prompt = request.encode(self.tokenizer)
+        answer_tokens = request.answer_tokens(len(prompt.token_ids), self.context_tokens)
+        _check_tokens(prompt.token_ids, answer_tokens, self.config, self.context_tokens)
+
+    def load(
+        self,
+        dtype: Dtype = "bfloat16",
+        *,
+        prefill: Prefill = "short",
+        chunk_tokens: int = CHUNK_TOKENS,
+        cache_dir: Path | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> "Engine":
+        """Read the weights.
+
+        dtype: of the activations between sublayers. prefill: "full" runs all layers on all tokens
+        of a prompt, for comparison. chunk_tokens: how many tokens of a prompt pass the layers at
+        once, at least 1; more take more memory and less time. cache_dir: where the tokenizer's
+        canonical map is kept, None for nowhere. on_progress: told bytes read and bytes in all.
+        Raises BadRequest for an impossible argument and DeviceError when the model cannot fit,
+        both before a weight is read, and ModelFileError for damage found while reading.
+        """
+        if dtype not in DTYPES:
+            raise BadRequest(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
+        if prefill not in ("short", "full"):
+            raise BadRequest(f"prefill is {prefill!r}, it must be short or full")
+        if chunk_tokens < 1:
+            raise BadRequest(f"chunk_tokens is {chunk_tokens}, it must be at least 1")
+        engram = _open_engram(self.checkpoint, cache_dir)
+        try:
+            weights = load_weights(
+                self.checkpoint, self.context_tokens, on_progress, chunk_tokens=chunk_tokens
+            )
+        except BaseException:
+            if engram is not None:
+                engram.close()
+            raise
+        return Engine(
+            self.checkpoint.directory,
+            Model(self.config, weights, DTYPES[dtype]),
+            self.tokenizer,
+            engram,
+            context_tokens=self.context_tokens,
+            prefill=prefill,
+            chunk_tokens=chunk_tokens,
+        )
 
 
 def _open_engram(checkpoint: Checkpoint, cache_dir: Path | None) -> EngramReader | None:
@@ -89,28 +142,10 @@ def _open_engram(checkpoint: Checkpoint, cache_dir: Path | None) -> EngramReader
     token_map = load_token_map(
         checkpoint.directory / "tokenizer.json", cache_dir, engram.compressed_vocab_size
     )
-    engram_hash = EngramHash(
-        token_map,
-        layer_ids=engram.layer_ids,
-        num_embeddings=engram.num_embeddings,
-        vocab_size=engram.vocab_size,
-        n_heads=engram.n_heads,
-        max_ngram_size=engram.max_ngram_size,
-        compressed_vocab_size=engram.compressed_vocab_size,
-        pad_token_id=engram.pad_token_id,
-        image_token_id=checkpoint.config.image_token_id,
+    engram_hash = EngramHash(token_map, engram, checkpoint.config.image_token_id)
+    return EngramReader(
+        engram_hash, checkpoint.engram_tables(), cache_bytes=memory.ENGRAM_CACHE_BYTES
     )
-    locations = [
-        TableLocation(
-            path=weight.path,
-            weight_offset=weight.offset,
-            scale_offset=scale.offset,
-            n_rows=weight.shape[0],
-            head_dim=engram.head_dim,
-        )
-        for _, weight, scale in checkpoint.engram_tables()
-    ]
-    return EngramReader(engram_hash, locations, cache_bytes=_ENGRAM_CACHE_BYTES)
 
 
 class Engine:
@@ -161,7 +196,7 @@ class Engine:
         Computed apart from the session, in chunks. Raises BadRequest for tokens or positions that
         are not there, ContextTooLong.
         """
-        self._check_tokens(token_ids, answer_tokens=0)
+        _check_tokens(token_ids, 0, self.config, self.context_tokens)
         T = len(token_ids)
         wanted = np.arange(T) if positions is None else np.array(positions, dtype=np.int64)
         if wanted.size and not (0 <= wanted.min() and wanted.max() < T):
@@ -200,12 +235,12 @@ class Engine:
         computed, so a prompt that continues it starts there. `on_progress` is told the prompt's
         tokens done and in all: first those known already, then after each chunk; what it raises
         stops the work. Raises BadRequest, and ContextTooLong when prompt and answer pass the
-        context.
+        context. Once another call has taken the session elsewhere, the next token is a BadRequest.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, min_p=min_p, seed=seed)
         if max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}, it must be at least 1")
-        self._check_tokens(token_ids, answer_tokens=max_tokens)
+        _check_tokens(token_ids, max_tokens, self.config, self.context_tokens)
         return self._generate(token_ids, max_tokens, Sampler(sampling), ignore_eos, on_progress)
 
     def _generate(
@@ -217,6 +252,7 @@ class Engine:
         on_progress: Callable[[int, int], None] | None,
     ) -> Generator[int, None, Literal["stop", "length"]]:
         logits = self._session.sync(token_ids, on_progress)
+        timeline = self._session.timeline
         for left in range(max_tokens, 0, -1):
             # The id must reach the host each step: the next token's Engram rows depend on it.
             token_id = cast(int, sampler(logits).item())
@@ -224,6 +260,10 @@ class Engine:
                 return "stop"
             yield token_id
             if left > 1:
+                if self._session.timeline != timeline:
+                    raise BadRequest(
+                        "the session has gone on to another prompt; start generate again"
+                    )
                 logits = self._session.step(token_id)
         return "length"
 
@@ -233,7 +273,7 @@ class Engine:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Answer a request with events, the last one an End; see `respond.respond`."""
         return respond(self, request, on_progress=on_progress, cancelled=cancelled)
 
@@ -253,23 +293,27 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _check_tokens(self, token_ids: Sequence[int], answer_tokens: int) -> None:
-        T, config = len(token_ids), self.config
-        if T == 0:
-            raise BadRequest("the prompt is empty: give at least one token")
-        ids = _int64(token_ids)
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
-            raise BadRequest(
-                f"a prompt's token ids must be from 0 to {config.vocab_size - 1}, "
-                f"this one has {ids.min()} to {ids.max()}"
-            )
-        if (ids == config.image_token_id).any():
-            raise BadRequest("the prompt holds an image token, and this engine reads text only")
-        if T + answer_tokens > self.context_tokens:
-            raise ContextTooLong(
-                f"{T} tokens of prompt and {answer_tokens} of answer pass the context of "
-                f"{self.context_tokens} tokens: shorten one, or load with a longer context"
-            )
+
+def _check_tokens(
+    token_ids: Sequence[int], answer_tokens: int, config: ModelConfig, context_tokens: int
+) -> None:
+    """Refuse a prompt that the model cannot read, or that leaves too little room to answer."""
+    T = len(token_ids)
+    if T == 0:
+        raise BadRequest("the prompt is empty: give at least one token")
+    ids = _int64(token_ids)
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise BadRequest(
+            f"a prompt's token ids must be from 0 to {config.vocab_size - 1}, "
+            f"this one has {ids.min()} to {ids.max()}"
+        )
+    if (ids == config.image_token_id).any():
+        raise BadRequest("the prompt holds an image token, and this engine reads text only")
+    if T + answer_tokens > context_tokens:
+        raise ContextTooLong(
+            f"{T} tokens of prompt and {answer_tokens} of answer pass the context of "
+            f"{context_tokens} tokens: shorten one, or load with a longer context"
+        )
 
 
 def _int64(token_ids: Sequence[int]) -> NDArray[np.int64]:

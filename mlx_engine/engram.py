@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_engine.config import EngramConfig
 from mlx_engine.engram_table import EngramStats, EngramTable, TableLocation
 from mlx_engine.errors import BadRequest, ModelFileError
 
@@ -66,61 +67,51 @@ def _multipliers(layer: int, count: int, compressed_vocab_size: int) -> NDArray[
 class EngramHash:
     """The table rows of every token, for all Engram layers (sections 4.2 and 4.3).
 
-    `token_map` is int32 [token ids], the other arguments are the configuration's numbers;
-    `vocab_size` is where its search for primes starts, not a vocabulary. Raises ModelFileError
-    when a layer's primes do not sum to its `num_embeddings`, or the map lacks the pad or image id.
-    Attributes: `primes` int64
+    `token_map` is int32 [token ids]. Raises ModelFileError when a layer's primes do not sum to its
+    `num_embeddings`, or the map lacks the pad or image id. Attributes: `primes` int64
     [L, max_ngram_size - 1, n_heads], `offsets` the same shape, `multipliers` int64
     [L, max_ngram_size].
     """
 
     def __init__(
-        self,
-        token_map: NDArray[np.int32],
-        *,
-        layer_ids: Sequence[int],
-        num_embeddings: Sequence[int],
-        vocab_size: int,
-        n_heads: int,
-        max_ngram_size: int,
-        compressed_vocab_size: int,
-        pad_token_id: int,
-        image_token_id: int,
+        self, token_map: NDArray[np.int32], config: EngramConfig, image_token_id: int
     ) -> None:
-        if max(pad_token_id, image_token_id) >= token_map.size:
+        if max(config.pad_token_id, image_token_id) >= token_map.size:
             raise ModelFileError(
                 f"the tokenizer has {token_map.size} ids, but the configuration names the pad id "
-                f"{pad_token_id} and the image id {image_token_id}: "
+                f"{config.pad_token_id} and the image id {image_token_id}: "
                 "fetch both from the same checkpoint"
             )
-        assert max_ngram_size >= 2
-        assert int(token_map.max()) < compressed_vocab_size, "products could pass int63"
-        self.layer_ids = tuple(layer_ids)
-        self.num_embeddings = tuple(num_embeddings)
-        self.columns = (max_ngram_size - 1) * n_heads
-        self.history_tokens = max_ngram_size - 1
-        self._n_heads = n_heads
+        assert int(token_map.max()) < config.compressed_vocab_size, "products could pass int63"
+        self.layer_ids = config.layer_ids
+        self.num_embeddings = config.num_embeddings
+        self.columns = config.columns
+        self.history_tokens = config.max_ngram_size - 1
+        self._n_heads = config.n_heads
         self._image_token_id = image_token_id
         self._canonical = token_map.astype(np.int64)
-        self._pad = int(self._canonical[pad_token_id])
+        self._pad = int(self._canonical[config.pad_token_id])
 
         # The vendor's search restarts for every layer and n-gram size but skips used primes,
         # so all the primes are one ascending sequence.
         L = len(self.layer_ids)
-        primes = np.array(primes_from(vocab_size, L * self.columns), np.int64)
+        primes = np.array(primes_from(config.vocab_size, L * self.columns), np.int64)
         by_layer = primes.reshape(L, self.columns)
         sums = tuple(by_layer.sum(1).tolist())
         if sums != self.num_embeddings:
             raise ModelFileError(
                 f"engram_num_embeddings is {list(self.num_embeddings)}, but the primes from "
-                f"engram_vocab_size {vocab_size} sum to {list(sums)}: "
+                f"engram_vocab_size {config.vocab_size} sum to {list(sums)}: "
                 "config.json is damaged or of another model"
             )
-        shape = (L, self.history_tokens, n_heads)
+        shape = (L, self.history_tokens, config.n_heads)
         self.primes = primes.reshape(shape)
         self.offsets = (by_layer.cumsum(1) - by_layer).reshape(shape)
         self.multipliers = np.stack(
-            [_multipliers(layer, max_ngram_size, compressed_vocab_size) for layer in layer_ids]
+            [
+                _multipliers(layer, config.max_ngram_size, config.compressed_vocab_size)
+                for layer in config.layer_ids
+            ]
         )
 
     def rows(self, token_ids: NDArray[np.int64], history: NDArray[np.int64]) -> NDArray[np.int64]:

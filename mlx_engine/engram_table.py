@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_engine.config import TILE
 from mlx_engine.errors import ModelFileError
-
-_GROUP = 32  # columns per scale
-_E8M0_NAN = 255
+from mlx_engine.inventory import is_nan
 
 # Runs of rows that one reader takes at a time. Handing over costs about as much as a read from an
 # SSD, so a decode step's 24 rows go to few readers; the upper bound lets the reads of another
@@ -65,13 +64,17 @@ class HotRows:
     """
 
     def __init__(self, max_bytes: int, head_dim: int) -> None:
-        n_groups = head_dim // _GROUP
-        row_bytes = head_dim + n_groups + np.dtype(np.int64).itemsize + np.dtype(np.bool_).itemsize
-        self.n_slots = max_bytes // row_bytes
+        n_groups = head_dim // TILE
+        self.n_slots = max_bytes // self.slot_bytes(head_dim)
         self._rows = np.full(self.n_slots, -1, np.int64)
         self._was_used = np.zeros(self.n_slots, np.bool_)
         self._codes = np.zeros((self.n_slots, head_dim), np.uint8)
         self._scales = np.zeros((self.n_slots, n_groups), np.uint8)
+
+    @staticmethod
+    def slot_bytes(head_dim: int) -> int:
+        """What one row takes: codes, scales, its number and whether it was used."""
+        return head_dim + head_dim // TILE + 8 + 1
 
     @property
     def nbytes(self) -> int:
@@ -120,12 +123,14 @@ class EngramTable:
     def __init__(
         self, location: TableLocation, readers: Executor, n_readers: int, cache_bytes: int
     ) -> None:
-        assert location.head_dim % _GROUP == 0
+        assert location.head_dim % TILE == 0
         self._location = location
-        self._n_groups = location.head_dim // _GROUP
+        self._n_groups = location.head_dim // TILE
         self._readers = readers
         self._n_readers = n_readers
-        self._hot = HotRows(cache_bytes, location.head_dim)
+        # A small table never fills more.
+        all_bytes = location.n_rows * HotRows.slot_bytes(location.head_dim)
+        self._hot = HotRows(min(cache_bytes, all_bytes), location.head_dim)
         self._stats = EngramStats()
         self._lock = threading.Lock()  # of the hot rows and the counts
         try:
@@ -151,7 +156,7 @@ class EngramTable:
         """Return codes [..., head_dim] and scales [..., head_dim/32] of rows int64 [...].
 
         Repeated rows are read once and neighbours in one piece; nothing else is read. Raises
-        ModelFileError when the file cannot be read or holds a scale that is no number.
+        ModelFileError when the file cannot be read or holds a code that is no number.
         """
         distinct, inverse = np.unique(rows, return_inverse=True)
         assert not distinct.size or 0 <= distinct[0] <= distinct[-1] < self._location.n_rows
@@ -215,11 +220,11 @@ class EngramTable:
             for _ in self._readers.map(read_runs, tasks):
                 pass
 
-        bad = np.flatnonzero((scales == _E8M0_NAN).any(1))
+        bad = np.flatnonzero(is_nan(codes, "F8_E4M3").any(1) | is_nan(scales, "F8_E8M0").any(1))
         if bad.size:
             raise ModelFileError(
-                f"row {rows[bad[0]]} of the Engram table in {self._location.path} has a scale "
-                "that is no number: fetch the shard again"
+                f"row {rows[bad[0]]} of the Engram table in {self._location.path} has a code or a "
+                "scale that is no number: fetch the shard again"
             )
         return codes, scales
 

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
-from mlx_engine.config import DraftConfig, EngramConfig, ModelConfig, VisionConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_engine.config import TILE, DraftConfig, EngramConfig, ModelConfig, VisionConfig
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
 
-TILE = 32
 DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
+
+
+def is_nan(codes: NDArray[np.uint8], dtype: str) -> NDArray[np.bool_]:
+    """Which codes of F8_E4M3 or F8_E8M0 are no number."""
+    return codes & 0x7F == 0x7F if dtype == "F8_E4M3" else codes == 0xFF
 
 
 class Owner(Enum):

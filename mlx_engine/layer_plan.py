@@ -23,9 +23,9 @@ class LayerPlan:
     """One layer's part in the shared compressed attention (section 0).
 
     `ratio` is tokens per compressed row, 0 for a layer that sees its window only. `kv_source` is
-    the layer whose compressed rows it reads, `topk_source` the one whose selection it uses, and
-    `key_source` the one whose index keys that selection scores; None where there is none.
-    `engram_index` is the layer's place among the Engram layers.
+    the layer whose compressed rows it reads and whose index keys its selection scores,
+    `topk_source` the one whose selection it uses; None where there is none. `engram_index` is the
+    layer's place among the Engram layers.
     """
 
     layer: int
@@ -33,7 +33,6 @@ class LayerPlan:
     ratio: int
     kv_source: int | None
     topk_source: int | None
-    key_source: int | None
     is_candidate_source: bool
     uses_candidates: bool
     engram_index: int | None
@@ -64,8 +63,6 @@ def _plan(config: ModelConfig, layer: int) -> LayerPlan:
         ratio=ratio,
         kv_source=kv[-1] if ratio else None,
         topk_source=index[-1] if ratio else None,
-        # Every kv source is an index source too, so the newest rows have the newest keys.
-        key_source=kv[-1] if ratio else None,
         is_candidate_source=layer == candidate,
         uses_candidates=kind is LayerKind.REINDEX and 0 <= candidate < layer,
         engram_index=engram_ids.index(layer) if layer in engram_ids else None,

@@ -1,25 +1,45 @@
 """What the model takes in memory, and what this machine has.
 
 Asked before anything is read: a model that cannot fit is refused with the numbers and the remedy,
-and Metal's wired limit is raised. Allocates nothing. Section numbers refer to docs/model.md.
+and Metal's wired limit is raised. Allocates nothing; the sizes that bound what others allocate are
+here. Section numbers refer to docs/model.md.
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_engine.config import ModelConfig
+from mlx_engine.config import TILE, ModelConfig
 from mlx_engine.errors import DeviceError
-from mlx_engine.inventory import RESIDENT, TensorSpec, tensor_specs
+from mlx_engine.formats import COMPRESSED, INDEX, WINDOW
+from mlx_engine.inventory import RESIDENT, Owner, TensorSpec, tensor_specs
+
+# Tokens of a prompt that pass the layers at once. Large enough that an expert's weights serve many
+# tokens each time they are read, small enough that a chunk's activations stay small beside them.
+CHUNK_TOKENS = 2048
+
+# Engram rows that many prompts share stay in memory; as released this holds two million of them.
+ENGRAM_CACHE_BYTES = 512 * 2**20
+
+# Unused rows at the end of a buffer that grows with the context, at most.
+SPARE_ROWS = 1 << 16
+
+# A tile of the index scan: queries times heads times rows. Bounds a prefill at any context.
+SCAN_VALUES = 1 << 21
+
+# Queries of a tile of attention: its window slab is at most this much longer than the window.
+TILE_QUERIES = 64
 
 _WORD_BYTES = 4
 _F32_BYTES = 4
 
-# Tokens that pass a layer at once: the longest chunk of a prefill.
-_CHUNK_TOKENS = 2048
+# Buffers of one size that MLX has at once when a loop makes them: it allocates ahead of what runs.
+_IN_FLIGHT = 40
 
 
 @dataclass(frozen=True)
@@ -36,15 +56,20 @@ class MachineMemory:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model needs at some context: weights, session state, and room for activations."""
+    """What a model needs at some context.
+
+    weights_bytes: as released. kept_bytes: made or read while it runs, and kept. state_bytes: a
+    session's. activation_bytes: room to compute in.
+    """
 
     weights_bytes: int
+    kept_bytes: int
     state_bytes: int
     activation_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.state_bytes + self.activation_bytes
+        return self.weights_bytes + self.kept_bytes + self.state_bytes + self.activation_bytes
 
 
 def resident_specs(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -60,16 +85,23 @@ def resident_bytes(config: ModelConfig) -> int:
     return sum(spec.n_bytes for spec in resident_specs(config))
 
 
-def window_bytes(config: ModelConfig, context_tokens: int) -> int:
-    """The layers' windows: a row is e4m3 with an e8m0 scale per 32 values (section 3.8)."""
-    row = _whole_words(config.head_dim + config.head_dim // 32)
-    return config.num_hidden_layers * min(context_tokens, config.sliding_window) * row
+def kept_bytes(config: ModelConfig) -> int:
+    """What stays beside the weights: `Fp8.row_scale` of each, and the hot rows of Engram."""
+    row_scales = sum(_dense_values(config)) // TILE
+    tables = sum(s.n_bytes for s in tensor_specs(config) if s.owner is Owner.ENGRAM_TABLES)
+    # A hot row and its place take less than two rows of the table.
+    return row_scales + min(ENGRAM_CACHE_BYTES, 2 * tables)
+
+
+def window_bytes(config: ModelConfig) -> int:
+    """The layers' windows, which are whole from the start."""
+    row_bytes = WINDOW.words(config.head_dim) * _WORD_BYTES
+    return config.num_hidden_layers * config.sliding_window * row_bytes
 
 
 def growing_bytes(config: ModelConfig, context_tokens: int) -> int:
     """What grows with the context: the compressed rows and index keys of every kv source."""
-    rows = sum(context_tokens // ratio for ratio in _source_ratios(config))
-    return rows * _row_bytes(config)
+    return sum(_source_rows(config, context_tokens)) * _row_bytes(config)
 
 
 def growing_bytes_per_token(config: ModelConfig) -> float:
@@ -81,31 +113,46 @@ def state_bytes(config: ModelConfig, context_tokens: int) -> int:
     """A session's state after `context_tokens`: windows, rows, keys, and pending rows in f32."""
     pending_rows = sum(ratio - 1 for ratio in _source_ratios(config))
     pending_bytes = pending_rows * 2 * config.head_dim * _F32_BYTES
-    growing = growing_bytes(config, context_tokens)
-    return window_bytes(config, context_tokens) + growing + pending_bytes
+    return window_bytes(config) + growing_bytes(config, context_tokens) + pending_bytes
 
 
-def activation_bytes(config: ModelConfig) -> int:
-    """An allowance for what one chunk of a prefill holds at once, in f32.
+def activation_bytes(
+    config: ModelConfig, context_tokens: int, chunk_tokens: int = CHUNK_TOKENS
+) -> int:
+    """A bound on what a prefill holds at once beside weights and state, all of it counted as f32.
 
-    Per token: the streams before and after a sublayer and their product, the rows that attention
-    gathers, queries and outputs of all heads, and the inner values of the chosen experts.
+    The streams stay while a layer runs; of attention, experts, Engram and the head, the largest
+    counts. The factors are the buffers that each part was seen to hold on a CPU, and a fifth to a
+    half more.
     """
-    D, I_D, hc = config.hidden_size, config.moe_intermediate_size, config.hc_mult
-    streams = 3 * hc * D
-    gathered = (config.index_topk + config.sliding_window) * config.head_dim
-    heads = 2 * config.num_attention_heads * config.head_dim
-    experts = config.num_experts_per_tok * (3 * I_D + D)
-    chunk_tokens = min(_CHUNK_TOKENS, config.max_position_embeddings)
-    return (streams + gathered + heads + experts) * _F32_BYTES * chunk_tokens
+    D, hc, H = config.hidden_size, config.hc_mult, config.num_attention_heads
+    chunk = min(chunk_tokens, context_tokens)
+    # The last pass above the last kv source has this many inputs, however small the chunks are.
+    tail = min(config.reach_tokens(config.last_kv_source), context_tokens)
+    T = max(chunk, tail)
+    S = max(_source_rows(config, context_tokens), default=0)
+
+    streams = 8 * hc * D * T + 2 * (hc + 1) * D * (tail + chunk)
+    scan = min(2 * (config.index_n_heads + 8) * S * T, _IN_FLIGHT * max(SCAN_VALUES, 2 * S))
+    selected = min(config.index_topk, S)
+    scores = 2 * H * (selected + config.sliding_window + TILE_QUERIES)
+    tiles = (selected * config.head_dim + scores) * min(T, _IN_FLIGHT * TILE_QUERIES)
+    attention = tiles + 4 * H * config.head_dim * T
+    experts = 8 * (config.num_experts_per_tok + 1) * (D + config.moe_intermediate_size) * T
+    columns = config.engram.columns * config.engram.head_dim if config.engram else 0
+    engram = 3 * (columns + (hc + 1) * D) * chunk
+    head = config.vocab_size * D
+    values = streams + scan + max(attention, experts, engram, head) + _unpacked_values(config)
+    return values * _F32_BYTES + _growth_bytes(config, context_tokens)
 
 
-def needs(config: ModelConfig, context_tokens: int) -> Needs:
-    """All of it, for one session of `context_tokens`."""
+def needs(config: ModelConfig, context_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> Needs:
+    """All of it, for one session of `context_tokens` that reads prompts by `chunk_tokens`."""
     return Needs(
         weights_bytes=resident_bytes(config),
+        kept_bytes=kept_bytes(config),
         state_bytes=state_bytes(config, context_tokens),
-        activation_bytes=activation_bytes(config),
+        activation_bytes=activation_bytes(config, context_tokens, chunk_tokens),
     )
 
 
@@ -127,29 +174,28 @@ def machine_memory(
 
 
 def require_memory(
-    config: ModelConfig, context_tokens: int, machine: MachineMemory | None = None
+    config: ModelConfig,
+    context_tokens: int,
+    machine: MachineMemory | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Needs:
     """Return what the model needs; raises DeviceError when this machine cannot hold it."""
-    needed = needs(config, context_tokens)
+    needed = needs(config, context_tokens, chunk_tokens)
     machine = machine or machine_memory()
     if needed.total_bytes > machine.usable_bytes:
         raise DeviceError(
             f"{describe(needed, context_tokens)}, but {describe_machine(machine)}: "
-            f"{_remedy(config, needed, context_tokens, machine)}"
+            f"{_remedy(config, needed, context_tokens, machine, chunk_tokens)}"
         )
     return needed
 
 
 def raise_wired_limit(
-    n_bytes: int,
-    machine: MachineMemory | None = None,
-    set_limit: Callable[[int], object] = mx.set_wired_limit,
+    machine: MachineMemory, set_limit: Callable[[int], object] = mx.set_wired_limit
 ) -> None:
-    """On Metal, let the system keep `n_bytes` resident, so that it never pages the weights out."""
-    machine = machine or machine_memory()
+    """On Metal, let all that the GPU may use stay resident, so that no weight is ever paged out."""
     if machine.kind == "Metal":
-        # MLX refuses a limit above the system's own.
-        set_limit(min(n_bytes, machine.usable_bytes))
+        set_limit(machine.usable_bytes)
 
 
 def describe(needed: Needs, context_tokens: int) -> str:
@@ -157,6 +203,7 @@ def describe(needed: Needs, context_tokens: int) -> str:
     return (
         f"the model needs {format_bytes(needed.total_bytes)} "
         f"({format_bytes(needed.weights_bytes)} of weights, "
+        f"{format_bytes(needed.kept_bytes)} kept beside them, "
         f"{format_bytes(needed.state_bytes)} for {context_tokens:,} tokens of context, "
         f"{format_bytes(needed.activation_bytes)} to compute in)"
     )
@@ -182,8 +229,15 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"
 
 
-def _remedy(config: ModelConfig, needed: Needs, context_tokens: int, machine: MachineMemory) -> str:
-    fitting = _fitting_context(config, needed, context_tokens, machine.usable_bytes)
+def _remedy(
+    config: ModelConfig,
+    needed: Needs,
+    context_tokens: int,
+    machine: MachineMemory,
+    chunk_tokens: int,
+) -> str:
+    room_bytes = machine.usable_bytes - needed.weights_bytes - needed.kept_bytes
+    fitting = _fitting_context(config, context_tokens, chunk_tokens, room_bytes)
     remedies: list[str] = []
     if fitting:
         remedies.append(f"give a context of at most {fitting:,} tokens (--ctx {fitting})")
@@ -199,14 +253,15 @@ def _remedy(config: ModelConfig, needed: Needs, context_tokens: int, machine: Ma
 
 
 def _fitting_context(
-    config: ModelConfig, needed: Needs, context_tokens: int, usable_bytes: int
+    config: ModelConfig, context_tokens: int, chunk_tokens: int, room_bytes: int
 ) -> int:
     """The longest shorter context that fits, in steps of 1,024 tokens; 0 for none."""
-    fixed_bytes = needed.total_bytes - growing_bytes(config, context_tokens)
-    per_token = growing_bytes_per_token(config)
-    if not per_token:
-        return 0
-    return max(0, int((usable_bytes - fixed_bytes) / per_token)) // 1024 * 1024
+
+    def held_bytes(tokens: int) -> int:
+        return state_bytes(config, tokens) + activation_bytes(config, tokens, chunk_tokens)
+
+    steps = range(1024, context_tokens, 1024)
+    return 1024 * bisect_right(steps, room_bytes, key=held_bytes)
 
 
 def _source_ratios(config: ModelConfig) -> list[int]:
@@ -214,17 +269,34 @@ def _source_ratios(config: ModelConfig) -> list[int]:
     return [config.compress_ratios[source] for source in config.kv_source_layer_ids]
 
 
+def _source_rows(config: ModelConfig, context_tokens: int) -> list[int]:
+    """The rows of each such layer."""
+    return [context_tokens // ratio for ratio in _source_ratios(config)]
+
+
 def _row_bytes(config: ModelConfig) -> int:
-    """A compressed row and its index key, each in whole words (section 3.8).
-
-    The row is e2m1 with an e4m3 scale per 16 values, the key e2m1 with an e8m0 scale per 32.
-    """
-    row, key = config.head_dim, config.index_head_dim
-    return _whole_words(row // 2 + row // 16) + _whole_words(key // 2 + key // 32)
+    """A compressed row in whole words, and its index key, whose codes and scales lie apart."""
+    row_bytes = COMPRESSED.words(config.head_dim) * _WORD_BYTES
+    width = config.index_head_dim
+    return row_bytes + width * INDEX.bits // 8 + width // INDEX.group
 
 
-def _whole_words(n_bytes: int) -> int:
-    return -(-n_bytes // _WORD_BYTES) * _WORD_BYTES
+def _growth_bytes(config: ModelConfig, context_tokens: int) -> int:
+    """Rows that the growing buffers have to spare, and the copy of the one that grows."""
+    rows = _source_rows(config, context_tokens)
+    spare = sum(min(n, SPARE_ROWS) for n in rows)
+    return (spare + max(rows, default=0)) * _row_bytes(config)
+
+
+def _unpacked_values(config: ModelConfig) -> int:
+    """Values of the FP8 weights that are unpacked at once: on a CPU two, each in two copies."""
+    return 4 * max(_dense_values(config)) if mx.default_device() == mx.cpu else 0
+
+
+@lru_cache(maxsize=4)
+def _dense_values(config: ModelConfig) -> tuple[int, ...]:
+    """Values of each FP8 weight in memory."""
+    return tuple(spec.n_bytes for spec in resident_specs(config) if spec.dtype == "F8_E4M3")
 
 
 def _host_memory(proc: Path, cgroup: Path) -> MachineMemory:

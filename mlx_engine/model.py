@@ -279,8 +279,8 @@ class Model:
     ) -> None:
         """Section 3.6: choose the rows for the queries x [Q, D] of this layer and its reusers."""
         config = self.config
-        assert plan.key_source is not None
-        keys = state.index_keys[plan.key_source]
+        assert plan.kv_source is not None
+        keys = state.index_keys[plan.kv_source]
         blocks = -(-keys.length // config.candidate_block_size)
         makes_candidates = plan.is_candidate_source and blocks > config.candidate_topk_blocks
         candidates = chunk.candidates if plan.uses_candidates else None

@@ -7,13 +7,14 @@ that continues token ids; how token ids become text is answer's part.
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Literal, Protocol, Self
 
 from deepseek_recipe import Conversation
 
 from mlx_engine import prompt as chat
 from mlx_engine.answer import AnswerReader, ReasoningDelta, TextDelta
+from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, Cancelled
 from mlx_engine.sampling import Sampling
 from mlx_engine.tokenizer import Tokenizer, check_unicode
@@ -29,6 +30,10 @@ class TokenEngine(Protocol):
 
     @property
     def context_tokens(self) -> int: ...
+
+    def engram_stats(self) -> EngramStats:
+        """Table rows asked for, found in memory and read since the engine was loaded."""
+        ...
 
     def generate(
         self,
@@ -146,7 +151,8 @@ class End:
     """The last event: the whole answer and its account.
 
     finish_reason: "stop" at the end of the turn or a stop string, "length" at max_tokens.
-    completion_tokens counts reasoning and answer.
+    completion_tokens counts reasoning and answer. engram counts the table rows of this answer, its
+    prompt included.
     """
 
     text: str
@@ -155,6 +161,7 @@ class End:
     cached_tokens: int
     completion_tokens: int
     timings: Timings
+    engram: EngramStats
     finish_reason: FinishReason
 
 
@@ -167,7 +174,7 @@ def respond(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Generator[Event, None, None]:
+) -> Generator[Event]:
     """Answer a request: yield its events as they come, the last one an End.
 
     Progress is yielded before and after the prefill; `on_progress` is told of every chunk while
@@ -178,14 +185,17 @@ def respond(
     prompt = request.encode(engine.tokenizer)
     prompt_tokens = len(prompt.token_ids)
     cached_tokens: int | None = None
+    prefilled_tokens = 0
     completion_tokens = 0
     prefill_s: float | None = None
+    engram_before = engine.engram_stats()
     started_s = time.perf_counter()
 
     def report(done_tokens: int, total_tokens: int) -> None:
-        nonlocal cached_tokens
+        nonlocal cached_tokens, prefilled_tokens
         if cached_tokens is None:
             cached_tokens = done_tokens
+        prefilled_tokens = done_tokens - cached_tokens
         if cancelled():
             raise Cancelled("the answer was cancelled during the prefill")
         if on_progress is not None:
@@ -228,15 +238,17 @@ def respond(
                 break
     total_s = time.perf_counter() - started_s
     yield from reader.finish()
-    cached_tokens = cached_tokens or 0
     yield End(
         text=reader.text,
         reasoning=reader.reasoning,
         prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
+        cached_tokens=cached_tokens or 0,
         completion_tokens=completion_tokens,
-        timings=Timings.measure(
-            prompt_tokens - cached_tokens, completion_tokens, prefill_s or total_s, total_s
-        ),
+        timings=Timings.measure(prefilled_tokens, completion_tokens, prefill_s or total_s, total_s),
+        engram=_since(engram_before, engine.engram_stats()),
         finish_reason=finish_reason,
     )
+
+
+def _since(before: EngramStats, now: EngramStats) -> EngramStats:
+    return EngramStats(*(n - b for b, n in zip(astuple(before), astuple(now), strict=True)))

@@ -12,14 +12,11 @@ import numpy as np
 
 from mlx_engine.engram import EngramReader, EngramRows
 from mlx_engine.formats import CacheFormats
+from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Boundary, Model
 from mlx_engine.state import SessionState
 
 Prefill = Literal["short", "full"]
-
-# Large enough that an expert's weights serve many tokens each time they are read, small enough
-# that a chunk's activations stay small beside the weights.
-CHUNK_TOKENS = 2048
 
 
 class Session:
@@ -27,7 +24,8 @@ class Session:
 
     `prefill` "full" runs every layer on every token of a prompt; "short" runs the layers above the
     last source of compressed rows only on the tokens that the last token's logits and the windows
-    depend on, which gives the same result.
+    depend on, which gives the same result. `timeline` counts the calls of `reset` and `sync`: who
+    remembers a lower count would go on over the tokens of somebody else.
     """
 
     def __init__(
@@ -44,10 +42,12 @@ class Session:
         self._prefill: Prefill = prefill
         self._chunk_tokens = chunk_tokens
         self._formats = formats
+        self.timeline = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget the timeline."""
+        self.timeline += 1
         self._token_ids: list[int] = []
         self.state = SessionState(self._model.config, self._formats)
         self._logits = mx.zeros((0,))
@@ -64,8 +64,10 @@ class Session:
 
         A timeline that these tokens continue is kept, any other is computed anew. `on_progress` is
         told the tokens done and in all: first those that were there, then after each chunk. What it
-        raises stops the work between two chunks, and the timeline is empty then.
+        raises stops the work there: before the first chunk the timeline is what was there, after
+        any other it is empty.
         """
+        self.timeline += 1
         known, total = len(self._token_ids), len(token_ids)
         if self._token_ids != list(token_ids[:known]):
             self.reset()
@@ -121,6 +123,9 @@ class Session:
                 mx.eval(self._logits, *state.arrays())
             done += len(chunk)
             report(done)
+        if len(chunks) > 1:
+            # What the chunks allocated is no use to single steps.
+            mx.clear_cache()
 
     def _prefetch(self, chunk: Sequence[int]) -> EngramRows | None:
         """Start to read the Engram rows of the tokens that follow the timeline."""

@@ -12,11 +12,10 @@ import mlx.core as mx
 
 from mlx_engine.config import ModelConfig
 from mlx_engine.formats import CacheFormats, RowFormat
+from mlx_engine.memory import SPARE_ROWS
 from mlx_engine.ops.attention import WindowRows
 
 _FIRST_ROWS = 256
-# Doubling ends here, so that a long context never holds more than this many unused rows a source.
-_MAX_GROWTH_ROWS = 1 << 16
 
 
 class Window:
@@ -70,7 +69,7 @@ class GrowingRows:
         needed = self.length + new.shape[0]
         capacity = self.buffer.shape[0]
         if needed > capacity:
-            growth = max(_FIRST_ROWS, min(capacity, _MAX_GROWTH_ROWS), needed - capacity)
+            growth = max(_FIRST_ROWS, min(capacity, SPARE_ROWS), needed - capacity)
             self.buffer = mx.pad(self.buffer, [(0, growth), (0, 0)])
         self.buffer = mx.slice_update(self.buffer, new, mx.array([self.length]), axes=[0])
         self.length = needed

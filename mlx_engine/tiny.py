@@ -5,22 +5,23 @@ tiny_tokenizer's. Headers are written here by hand: numpy lacks the types F8_E4M
 BF16, and neither MLX nor torch is needed. What such a model says means nothing.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import parse_config
@@ -38,11 +39,13 @@ from mlx_engine.tiny_tokenizer import (
 )
 from mlx_engine.token_map import build_token_map
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+log = logging.getLogger(__name__)
 
 # Part of the folder's name in the cache: raise it when the weights or files change.
-_WRITER_VERSION = 1
+_WRITER_VERSION = 2
+
+# The sha256 of every other file, by name.
+_CHECKSUMS = "checksums.json"
 
 _VOCAB_SIZE = 320
 _ENGRAM_LAYER_IDS = (1, 4)
@@ -158,7 +161,7 @@ def tiny_config() -> dict[str, Any]:
 
 
 def tiny_checkpoint(cache_dir: Path) -> Path:
-    """Return the tiny checkpoint in the cache folder, written first where it is not there.
+    """Return the tiny checkpoint in the cache folder, written first where it is not there whole.
 
     Safe with several processes at once. Raises DeviceError when the folder cannot be written.
     """
@@ -166,7 +169,13 @@ def tiny_checkpoint(cache_dir: Path) -> Path:
     source = json.dumps([_WRITER_VERSION, config], sort_keys=True).encode()
     directory = cache_dir / f"tiny-{hashlib.sha256(source).hexdigest()[:12]}"
     try:
-        # The folder gets its name only when it is complete.
+        if directory.is_dir() and not _is_whole(directory):
+            log.warning("the tiny checkpoint in %s is damaged, it is written anew", directory)
+            # Under another name first, so that nobody takes a half deleted folder for the whole.
+            damaged = _beside(directory)
+            with suppress(FileNotFoundError):
+                directory.rename(damaged)
+                shutil.rmtree(damaged)
         if not directory.is_dir():
             write_tiny_checkpoint(directory, config=config)
     except BadRequest:
@@ -175,6 +184,24 @@ def tiny_checkpoint(cache_dir: Path) -> Path:
     except OSError as error:
         raise _unwritable(directory, error) from error
     return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether every file is as it was written: 6 MB, read in milliseconds."""
+    try:
+        sums: dict[str, str] = json.loads((directory / _CHECKSUMS).read_bytes())
+        return all(_sha256(directory / name) == digest for name, digest in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _beside(directory: Path) -> Path:
+    """A hidden name next to a folder that nobody else uses."""
+    return directory.with_name(f".{directory.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def write_tiny_checkpoint(
@@ -195,7 +222,7 @@ def write_tiny_checkpoint(
             f"vocab_size is {model.vocab_size}, the tiny checkpoint's tokenizer needs at least "
             f"{MIN_VOCAB_SIZE}: one id for each byte and special token"
         )
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _beside(directory)
     try:
         temporary.mkdir(parents=True)
         try:
@@ -241,6 +268,8 @@ def _write_files(directory: Path, seed: int, raw: dict[str, Any], model: ModelCo
     for name, document in documents.items():
         _write(directory / name, [json.dumps(document, indent=2).encode()])
     _write(directory / "tokenizer.json", [tokenizer.to_str().encode()])
+    sums = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
+    _write(directory / _CHECKSUMS, [json.dumps(sums, indent=2).encode()])
 
 
 def _shards(config: ModelConfig) -> list[list[TensorSpec]]:

@@ -4,28 +4,19 @@ Owns its `tokenizer.json` and `tokenizer_config.json`: the spellings and flags o
 files, other ids. Without merges any bytes are text, so nothing had to be trained.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from mlx_engine.tokenizer import SPELLINGS
 
-BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-THINK_END = "</think>"
-IMAGE = "<｜deepseek_image｜>"
+BOS, EOS, PAD = SPELLINGS["bos"], SPELLINGS["eos"], "<｜▁pad▁｜>"
+THINK_END, IMAGE = SPELLINGS["think_end"], SPELLINGS["image"]
 PLACEHOLDER = "<｜place▁holder▁no▁{}｜>"
 
-_ROLES = (
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<think>",
-    THINK_END,
-    "｜DSML｜",
-    "<｜latest_reminder｜>",
-)
-_QUICK_TASKS = ("action", "query", "authority", "domain", "title", "read_url")
-NAMED_TOKENS = (*_ROLES, *(f"<｜{task}｜>" for task in _QUICK_TASKS), "<｜System｜>", IMAGE)
+_ROLES = [SPELLINGS[name] for name in ("user", "assistant", "think_start", "think_end", "dsml")]
+_TASKS = ("latest_reminder", "action", "query", "authority", "domain", "title", "read_url")
+NAMED_TOKENS = (*_ROLES, *(f"<｜{task}｜>" for task in _TASKS), SPELLINGS["system"], IMAGE)
 
 # One placeholder at least: the draft stages need a token that stands for nothing.
 MIN_VOCAB_SIZE = 3 + 256 + len(NAMED_TOKENS) + 1
@@ -37,8 +28,6 @@ def build_tiny_tokenizer(vocab_size: int) -> Tokenizer:
     In order: BOS, EOS and pad as 0, 1 and 2, the bytes in the released order, NAMED_TOKENS, and
     placeholders to the end.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     assert vocab_size >= MIN_VOCAB_SIZE
     # By code point: the printable bytes of Latin-1, which stand for themselves, then the others.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

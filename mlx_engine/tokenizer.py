@@ -2,24 +2,29 @@
 
 Owns the rule that plain text never becomes a special token: the library's tokenizer is loaded
 without its added vocabulary, which is kept apart as spelling -> id. Turning ids into text goes
-over bytes, since one character may be spread over several tokens. Prompts are prompt's part.
+over bytes, since one character may be spread over several tokens. The spellings of special tokens
+are here for all modules; prompts are prompt's part.
 """
 
 import codecs
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
+from mlx_engine.config import ModelConfig
 from mlx_engine.errors import BadRequest, ModelFileError
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids of the special tokens that the engine itself acts on."""
+    """The ids of the special tokens that the engine itself acts on.
+
+    `image` is None where the tokenizer has no such token: text never needs it.
+    """
 
     bos: int
     eos: int
@@ -29,7 +34,7 @@ class SpecialIds:
     think_start: int
     think_end: int
     dsml: int
-    image: int
+    image: int | None
 
 
 SPELLINGS: Mapping[str, str] = {
@@ -41,6 +46,7 @@ SPELLINGS: Mapping[str, str] = {
     "think_start": "<think>",
     "think_end": "</think>",
     "dsml": "｜DSML｜",
+    # UNVERIFIED: how the released tokenizer.json spells it.
     "image": "<｜deepseek_image｜>",
 }
 
@@ -51,17 +57,16 @@ class Tokenizer:
     def __init__(self, plain: tokenizers.Tokenizer, added_ids: Mapping[str, int]) -> None:
         """Take a tokenizer without added vocabulary, and that vocabulary as spelling -> id.
 
-        Raises ModelFileError when tokens of `SPELLINGS` are not among it.
+        Raises ModelFileError when tokens of `SPELLINGS` are not among it, the image token aside.
         """
-        missing = [spelling for spelling in SPELLINGS.values() if spelling not in added_ids]
+        special: dict[str, Any] = {name: added_ids.get(s) for name, s in SPELLINGS.items()}
+        missing = [SPELLINGS[n] for n, i in special.items() if i is None and n != "image"]
         if missing:
             raise ModelFileError(
                 f"the tokenizer lacks the special tokens {' '.join(missing)}: "
                 "use the tokenizer.json of DeepSeek-V4.1-Flash"
             )
-        self.special = SpecialIds(
-            **{f.name: added_ids[SPELLINGS[f.name]] for f in fields(SpecialIds)}
-        )
+        self.special = SpecialIds(**special)
         self._plain = plain
         self._added_ids = dict(added_ids)
         # The DSML marker is ordinary text wherever it opens no tool call.
@@ -69,10 +74,11 @@ class Tokenizer:
         self._bytes_of_added[self.special.dsml] = SPELLINGS["dsml"].encode()
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Read the `tokenizer.json` of a checkpoint.
+    def load(cls, directory: Path, config: ModelConfig) -> Self:
+        """Read the `tokenizer.json` of a checkpoint with this configuration.
 
-        Raises ModelFileError when it cannot be read or lacks a special token.
+        Raises ModelFileError when it cannot be read, lacks a special token, or is not the
+        tokenizer of this configuration.
         """
         path = directory / "tokenizer.json"
         try:
@@ -82,13 +88,15 @@ class Tokenizer:
                 f"cannot read {path} ({error.strerror}): fetch the checkpoint's tokenizer"
             ) from error
         try:
-            return cls.from_json(source)
+            tokenizer = cls.from_json(source)
+            tokenizer.require_ids_of(config)
         except ModelFileError as error:
             raise ModelFileError(f"{path}: {error}") from error
+        return tokenizer
 
     @classmethod
     def from_json(cls, source: str | bytes) -> Self:
-        """Read the content of a `tokenizer.json`; raises as `load` does."""
+        """Read the content of a `tokenizer.json`; raises as `load` does for this file alone."""
         try:
             content: dict[str, Any] = json.loads(source)
             added_ids = {token["content"]: token["id"] for token in content["added_tokens"]}
@@ -98,6 +106,32 @@ class Tokenizer:
                 f"this is no tokenizer ({error!r}): fetch the checkpoint's tokenizer.json again"
             ) from error
         return cls(plain, added_ids)
+
+    @property
+    def n_ids(self) -> int:
+        """How many token ids there are, those of added tokens included."""
+        beside = {i for i in self._added_ids.values() if self._plain.id_to_token(i) is None}
+        return self._plain.get_vocab_size() + len(beside)
+
+    def require_ids_of(self, config: ModelConfig) -> None:
+        """Raise ModelFileError where the configuration means other tokens, or has more of them.
+
+        An id that the model can say and the tokenizer does not know has neither text nor a
+        canonical id for Engram.
+        """
+        remedy = "fetch tokenizer.json and config.json again, both from the same checkpoint"
+        for name in ("bos", "eos", "image"):
+            ours, configured = getattr(self.special, name), getattr(config, f"{name}_token_id")
+            if ours is not None and ours != configured:
+                raise ModelFileError(
+                    f"{SPELLINGS[name]} has the id {ours}, but the configuration's "
+                    f"{name}_token_id is {configured}: {remedy}"
+                )
+        if self.n_ids < config.vocab_size:
+            raise ModelFileError(
+                f"the tokenizer has {self.n_ids} ids, but the configuration's vocab_size is "
+                f"{config.vocab_size}: {remedy}"
+            )
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text; the spelling of a special token in it stays plain text.

@@ -11,6 +11,8 @@ from math import isqrt
 
 import mlx.core as mx
 
+from mlx_engine.config import TILE
+
 
 @dataclass(frozen=True)
 class Fp8:
@@ -29,7 +31,7 @@ class Fp8:
 
         Adds 1/32 of the weight; made on first use, so a path with kernels of ours never has it.
         """
-        return mx.repeat(self.scale, 32, axis=-2)[..., : self.weight.shape[-2], :]
+        return mx.repeat(self.scale, TILE, axis=-2)[..., : self.weight.shape[-2], :]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,24 @@
 """An engine without a model, and tokenizers to test with.
 
-`FakeEngine` says what it was told to say and records what it was asked; `tiny_tokenizer` has one
-token a byte, `released_tokenizer_json` is the vendor's vocabulary.
+`FakeEngine` says what it was told to say and records what it was asked, `FakeModel` is what it is
+loaded from; `tiny_tokenizer` has one token a byte, `released_tokenizer_json` is the vendor's
+vocabulary.
 """
 
 import importlib.util
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import pytest
 
+from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import ContextTooLong
+from mlx_engine.respond import Event, Progress, Request, respond
 from mlx_engine.sampling import Sampling
 from mlx_engine.tiny_tokenizer import MIN_VOCAB_SIZE, build_tiny_tokenizer
 from mlx_engine.tokenizer import SPELLINGS, Tokenizer
@@ -69,6 +72,10 @@ class Call:
     sampling: Sampling
 
 
+# What a FakeEngine counts for each token that it makes: three rows of four in memory.
+ROWS_A_TOKEN = EngramStats(rows_requested=12, rows_distinct=4, cache_hits=3, bytes_read=264)
+
+
 class FakeEngine:
     """Says `answer` after every prompt, and stops at its end or at an EOS in it."""
 
@@ -89,6 +96,7 @@ class FakeEngine:
         self.tokens_made = 0
         self.is_closed = False
         self.is_left = False
+        self._engram = EngramStats(100, 100, 0, 26_400)  # of an earlier answer
         self._known_tokens = known_tokens
         self._chunk_tokens = chunk_tokens
         self._before_token = before_token
@@ -100,6 +108,18 @@ class FakeEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.is_left = True
+
+    def engram_stats(self) -> EngramStats:
+        return self._engram
+
+    def respond(
+        self,
+        request: Request,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[Event]:
+        return respond(self, request, on_progress=on_progress, cancelled=cancelled)
 
     def generate(
         self,
@@ -139,7 +159,37 @@ class FakeEngine:
                     return "length"
                 self._before_token(i)
                 self.tokens_made += 1
+                self._engram += ROWS_A_TOKEN
                 yield token_id
             return "stop"
         finally:
             self.is_closed = True
+
+
+@dataclass
+class FakeModel:
+    """Stands in for an OpenModel, whose `open` gives itself; keeps what was asked of it."""
+
+    engine: FakeEngine
+    opened: list[tuple[Path, int | None]] = field(default_factory=list[tuple[Path, int | None]])
+    checked: list[Request] = field(default_factory=list[Request])
+    loaded: list[tuple[str, dict[str, Any]]] = field(
+        default_factory=list[tuple[str, dict[str, Any]]]
+    )
+
+    def open(self, path: Path, *, context_tokens: int | None) -> Self:
+        self.opened.append((path, context_tokens))
+        return self
+
+    def check(self, request: Request) -> None:
+        assert not self.loaded
+        self.checked.append(request)
+
+    def load(
+        self, dtype: str, *, on_progress: Callable[[int, int], None] | None, **options: Any
+    ) -> FakeEngine:
+        """Report a half of it where there is somebody to tell."""
+        self.loaded.append((dtype, options))
+        if on_progress is not None:
+            on_progress(1 << 30, 2 << 30)
+        return self.engine

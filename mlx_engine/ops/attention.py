@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_engine.formats import COMPRESSED, WINDOW, CacheFormats
+from mlx_engine.memory import TILE_QUERIES
 from mlx_engine.ops import launch
 from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.rope import Rotation, rotate
-
-# Queries of a tile: its window slab is at most this much longer than the window itself.
-_TILE_QUERIES = 64
 
 # Of the kernels: rows unpacked at a time, threads of a group, the groups that fill 80 GPU cores.
 _TILE_ROWS = 16
@@ -104,8 +102,8 @@ def sparse_attention_reference(
     if selected is not None and selected.ids is None:
         shared_f32 = formats.compressed.unpack(selected.rows, D)
     tiles: list[mx.array] = []
-    for first in range(0, Q, _TILE_QUERIES):
-        last = min(first + _TILE_QUERIES, Q)
+    for first in range(0, Q, TILE_QUERIES):
+        last = min(first + TILE_QUERIES, Q)
         tile = q[first:last].astype(mx.float32)
         position = first_query + first
         slab, slab_mask = _window_slab(

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_engine.formats import INDEX, RowFormat
+from mlx_engine.memory import SCAN_VALUES
 from mlx_engine.ops import launch
 from mlx_engine.ops.topk import Selection, select_metal, selection_bytes, top_k
-
-# Queries times heads times rows scored at once: bounds the memory of a prefill at any context.
-_TILE_VALUES = 1 << 22
 
 # Scores that the kernels hold at once.
 _TILE_SCORES = 1 << 24
@@ -84,7 +82,7 @@ def choose_rows_reference(
 ) -> tuple[mx.array, mx.array | None]:
     """`choose_rows` in MLX's operations."""
     Q, H, _ = queries.q.shape
-    step = max(1, _TILE_VALUES // (H * keys.codes.shape[0]))
+    step = max(1, SCAN_VALUES // (H * keys.codes.shape[0]))
     rows: list[mx.array] = []
     blocks: list[mx.array] = []
     for first in range(0, Q, step):
@@ -108,7 +106,7 @@ def index_scores(
     Q, H, D = q.shape
     S = keys.codes.shape[0]
     flat = q.astype(mx.float32).reshape(-1, D)
-    step = max(1, _TILE_VALUES // (Q * H))
+    step = max(1, SCAN_VALUES // (Q * H))
     parts: list[mx.array] = []
     for first in range(0, S, step):
         rows = slice(first, first + step)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 import mlx_engine.model
 from mlx_engine.checkpoint import Checkpoint, open_checkpoint
 from mlx_engine.engram import EngramHash, EngramReader, EngramRows
-from mlx_engine.engram_table import TableLocation
 from mlx_engine.formats import CacheFormats
 from mlx_engine.layer_plan import LayerPlan
 from mlx_engine.model import Model
@@ -158,7 +157,7 @@ def load(raw: dict[str, Any], seed: int) -> Subject:
     # The reader keeps its files open, so the directory may go as soon as all is loaded.
     with TemporaryDirectory() as directory:
         checkpoint = open_checkpoint(write_checkpoint(Path(directory), raw, tensors))
-        model = Model(checkpoint.config, checkpoint.load_weights(), mx.float32)
+        model = Model(checkpoint.config, checkpoint.read_weights(), mx.float32)
         return Subject(raw, tensors, model, _reader(checkpoint, _token_map(raw)))
 
 
@@ -179,31 +178,11 @@ def _token_map(raw: dict[str, Any]) -> NDArray[np.int32]:
 
 
 def _reader(checkpoint: Checkpoint, token_map: NDArray[np.int32]) -> EngramReader | None:
-    c = checkpoint.config.engram
-    if c is None:
+    engram_config = checkpoint.config.engram
+    if engram_config is None:
         return None
-    engram_hash = EngramHash(
-        token_map,
-        layer_ids=c.layer_ids,
-        num_embeddings=c.num_embeddings,
-        vocab_size=c.vocab_size,
-        n_heads=c.n_heads,
-        max_ngram_size=c.max_ngram_size,
-        compressed_vocab_size=c.compressed_vocab_size,
-        pad_token_id=c.pad_token_id,
-        image_token_id=checkpoint.config.image_token_id,
-    )
-    locations = [
-        TableLocation(
-            path=weight.path,
-            weight_offset=weight.offset,
-            scale_offset=scale.offset,
-            n_rows=weight.shape[0],
-            head_dim=c.head_dim,
-        )
-        for _, weight, scale in checkpoint.engram_tables()
-    ]
-    return EngramReader(engram_hash, locations, cache_bytes=1 << 14, n_readers=2)
+    engram_hash = EngramHash(token_map, engram_config, checkpoint.config.image_token_id)
+    return EngramReader(engram_hash, checkpoint.engram_tables(), cache_bytes=1 << 14, n_readers=2)
 
 
 # Recording

@@ -1,5 +1,7 @@
-"""The library's boundary on the small random checkpoint: load, logits, generate, respond."""
+"""The library's boundary on a small random checkpoint: load, logits, generate, respond."""
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,89 +9,93 @@ import numpy as np
 import pytest
 
 import mlx_engine
-from mlx_engine import BadRequest, ContextTooLong, End, Engine, Request, TextDelta, load
+from mlx_engine import (
+    BadRequest,
+    ContextTooLong,
+    End,
+    Engine,
+    EngramStats,
+    Request,
+    Sampling,
+    TextDelta,
+    load,
+    open_model,
+)
 from mlx_engine.errors import Cancelled
-from mlx_engine.tiny import write_tiny_checkpoint
+from mlx_engine.tiny import tiny_config, write_tiny_checkpoint
 
-PROMPT = [3 + i * 7 % 200 for i in range(150)]
+# Two chunks.
+PROMPT = [3 + i * 7 % 200 for i in range(60)]
+OTHER = [5 + i * 11 % 200 for i in range(20)]
+CHUNK_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_checkpoint(directory)
-    return directory
+def loaded(checkpoint: Path) -> Iterator[Engine]:
+    with load(checkpoint, "float32", context_tokens=1024, chunk_tokens=CHUNK_TOKENS) as engine:
+        yield engine
 
 
 @pytest.fixture
-def engine(checkpoint: Path) -> Iterator[Engine]:
-    with load(checkpoint, "float32", context_tokens=1024, chunk_tokens=64) as engine:
-        yield engine
+def engine(loaded: Engine) -> Engine:
+    loaded.reset()
+    return loaded
 
 
 def _greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
     return list(engine.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True))
 
 
+def _greedy_and_progress(
+    engine: Engine, prompt: list[int], n: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+    tokens = engine.generate(
+        prompt,
+        max_tokens=n,
+        temperature=0,
+        ignore_eos=True,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    return list(tokens), seen
+
+
 def test_greedy_tokens_are_the_best_logits_at_full_depth(engine: Engine) -> None:
-    answer = _greedy(engine, PROMPT, 24)
+    answer = _greedy(engine, PROMPT, 6)
     logits = engine.logits([*PROMPT, *answer[:-1]])
     assert logits.dtype == np.float32
-    assert logits.shape == (len(PROMPT) + 23, engine.config.vocab_size)
+    assert logits.shape == (len(PROMPT) + 5, engine.config.vocab_size)
     assert logits[len(PROMPT) - 1 :].argmax(axis=1).tolist() == answer
 
 
 def test_logits_of_some_positions_are_those_rows(engine: Engine) -> None:
-    positions = [149, 0, 63, 64, 149]
+    positions = [59, 0, 31, 32, 59]
     some = engine.logits(PROMPT, positions)
     np.testing.assert_array_equal(some, engine.logits(PROMPT)[positions])
     assert engine.logits(PROMPT, []).shape == (0, engine.config.vocab_size)
 
 
 def test_a_prompt_that_continues_the_last_one_starts_there(engine: Engine) -> None:
-    answer = _greedy(engine, PROMPT, 8)
+    answer = _greedy(engine, PROMPT, 4)
     known = [*PROMPT, *answer[:-1]]
-    seen: list[tuple[int, int]] = []
-    longer = [*known, *PROMPT]
-    again = list(
-        engine.generate(
-            longer,
-            max_tokens=4,
-            temperature=0,
-            ignore_eos=True,
-            on_progress=lambda done, total: seen.append((done, total)),
-        )
-    )
-    assert seen[0] == (len(known), len(longer))
-    assert seen[-1] == (len(longer), len(longer))
-    with load_like(engine) as fresh:
-        assert _greedy(fresh, longer, 4) == again
-
-
-def load_like(engine: Engine) -> Engine:
-    """A second engine over the same files, with nothing in its session."""
-    return load(engine.directory, "float32", context_tokens=1024)
+    longer = [*known, *OTHER]
+    again, seen = _greedy_and_progress(engine, longer, 3)
+    assert seen == [(len(known), len(longer)), (len(longer), len(longer))]
+    engine.reset()
+    anew, seen = _greedy_and_progress(engine, longer, 3)
+    assert seen[0] == (0, len(longer))
+    assert anew == again
 
 
 def test_the_same_prompt_again_needs_no_work(engine: Engine) -> None:
     first = _greedy(engine, PROMPT, 1)
-    seen: list[tuple[int, int]] = []
-    again = list(
-        engine.generate(
-            PROMPT,
-            max_tokens=1,
-            temperature=0,
-            ignore_eos=True,
-            on_progress=lambda done, total: seen.append((done, total)),
-        )
-    )
+    again, seen = _greedy_and_progress(engine, PROMPT, 1)
     assert again == first
     assert seen == [(len(PROMPT), len(PROMPT))]
 
 
 def test_a_prefill_that_is_stopped_leaves_the_engine_usable(engine: Engine) -> None:
-    expected = _greedy(engine, PROMPT, 5)
-    engine.reset()
+    known = PROMPT[:20]
 
     def stop_at(tokens: int) -> Callable[[int, int], None]:
         def report(done: int, _: int) -> None:
@@ -98,62 +104,141 @@ def test_a_prefill_that_is_stopped_leaves_the_engine_usable(engine: Engine) -> N
 
         return report
 
-    for tokens in (0, 64, 128, 150):
+    expected = _greedy(engine, PROMPT, 1)
+    # Before the first chunk nothing was touched, so what was known still is.
+    for tokens, kept in ((20, 20), (20 + CHUNK_TOKENS, 0), (60, 0)):
+        engine.reset()
+        _greedy(engine, known, 1)
         with pytest.raises(Cancelled):
-            list(engine.generate(PROMPT, max_tokens=5, on_progress=stop_at(tokens)))
-        assert _greedy(engine, PROMPT, 5) == expected
+            list(engine.generate(PROMPT, max_tokens=1, on_progress=stop_at(tokens)))
+        answer, seen = _greedy_and_progress(engine, PROMPT, 1)
+        assert seen[0] == (kept, len(PROMPT))
+        assert answer == expected
 
 
 def test_an_answer_that_is_closed_leaves_the_engine_usable(engine: Engine) -> None:
-    expected = _greedy(engine, PROMPT, 6)
+    expected = _greedy(engine, PROMPT, 4)
     engine.reset()
-    tokens = engine.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True)
+    tokens = engine.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
     assert [next(tokens), next(tokens)] == expected[:2]
     tokens.close()
-    assert _greedy(engine, PROMPT, 6) == expected
+    assert _greedy(engine, PROMPT, 4) == expected
 
 
-def test_the_end_of_sequence_stops_unless_ignored(engine: Engine) -> None:
-    answer = _greedy(engine, PROMPT, 30)
-    eos = engine.config.eos_token_id
-    # Sampling at a high temperature meets the EOS sooner or later.
-    for seed in range(20):
-        with_eos = list(engine.generate(PROMPT, max_tokens=200, temperature=3.0, seed=seed))
-        assert eos not in with_eos
-        if len(with_eos) < 200:
-            break
-    else:
-        pytest.fail("no seed met the end of sequence")
-    ignoring = list(
-        engine.generate(PROMPT, max_tokens=200, temperature=3.0, seed=seed, ignore_eos=True)
-    )
-    assert len(ignoring) == 200
-    assert ignoring[: len(with_eos) + 1] == [*with_eos, eos]
-    assert len(answer) == 30
+@pytest.mark.parametrize("second", [OTHER, PROMPT, [*PROMPT, *OTHER]], ids=len)
+def test_of_two_answers_at_once_the_later_goes_on(engine: Engine, second: list[int]) -> None:
+    """Even on the same prompt: each step of one would stand between the other's tokens."""
+    expected = _greedy(engine, second, 3)
+    engine.reset()
+    first = engine.generate(PROMPT, max_tokens=3, ignore_eos=True)
+    next(first)
+    later = engine.generate(second, max_tokens=3, temperature=0, ignore_eos=True)
+    begun = [next(later)]
+    with pytest.raises(BadRequest, match="gone on to another prompt; start generate again"):
+        next(first)
+    assert [*begun, *later] == expected
+
+
+def test_an_answer_does_not_outlive_a_reset(engine: Engine) -> None:
+    tokens = engine.generate(PROMPT, max_tokens=3, ignore_eos=True)
+    next(tokens)
+    engine.reset()
+    with pytest.raises(BadRequest, match="start generate again"):
+        next(tokens)
+    assert len(_greedy(engine, PROMPT, 1)) == 1
+
+
+def test_logits_leave_an_answer_under_way_alone(engine: Engine) -> None:
+    expected = _greedy(engine, PROMPT, 3)
+    engine.reset()
+    tokens = engine.generate(PROMPT, max_tokens=3, temperature=0, ignore_eos=True)
+    begun = [next(tokens)]
+    engine.logits(OTHER)
+    assert [*begun, *tokens] == expected
+
+
+def test_the_end_of_sequence_stops_unless_ignored(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = _greedy(engine, PROMPT, 5)
+    eos = answer[3]
+    n = answer.index(eos)
+    # A model whose EOS is a token that this one is known to say.
+    config = dataclasses.replace(engine.config, eos_token_id=eos)
+    monkeypatch.setattr(Engine, "config", config)
+
+    def drain(max_tokens: int, *, ignore_eos: bool) -> tuple[list[int], str]:
+        tokens = engine.generate(
+            PROMPT, max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos
+        )
+        said: list[int] = []
+        while True:
+            try:
+                said.append(next(tokens))
+            except StopIteration as end:
+                return said, end.value
+
+    assert drain(5, ignore_eos=False) == (answer[:n], "stop")
+    assert drain(5, ignore_eos=True) == (answer, "length")
+    assert drain(n, ignore_eos=False) == (answer[:n], "length")
 
 
 def test_a_seed_gives_the_same_tokens_and_another_seed_others(engine: Engine) -> None:
     def draw(seed: int) -> list[int]:
-        return list(engine.generate(PROMPT, max_tokens=20, seed=seed, ignore_eos=True))
+        return list(
+            engine.generate(PROMPT, max_tokens=6, temperature=3, seed=seed, ignore_eos=True)
+        )
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
 
 
 def test_respond_ends_with_the_whole_answer(engine: Engine) -> None:
-    events = list(engine.respond(Request("Hello", effort="off", max_tokens=40)))
+    events = list(engine.respond(Request("Hello", effort="off", max_tokens=10)))
     end = events[-1]
     assert isinstance(end, End)
     assert end.text == "".join(event.text for event in events if isinstance(event, TextDelta))
-    assert 0 < end.completion_tokens <= 40
+    assert 0 < end.completion_tokens <= 10
     assert end.prompt_tokens > 0
 
 
+def test_an_answer_counts_its_own_table_rows(checkpoint: Path) -> None:
+    greedy = Sampling(temperature=0)
+    request = Request("Hello, hello", effort="off", max_tokens=2, sampling=greedy)
+    with load(checkpoint, "float32") as engine:
+        *_, first = engine.respond(request)
+        engine.reset()
+        *_, second = engine.respond(request)
+        total = engine.engram_stats()
+    assert isinstance(first, End) and isinstance(second, End)
+    cold, warm = first.engram, second.engram
+    assert first.text == second.text
+    assert cold.cache_hits < cold.rows_distinct < cold.rows_requested
+    assert cold.bytes_read > 0
+    # The same tokens again: every row is in memory now.
+    assert warm.cache_hits == warm.rows_distinct == cold.rows_distinct
+    assert warm.bytes_read == 0
+    assert cold + warm == total
+
+
+def test_a_model_without_tables_counts_none(tmp_path: Path) -> None:
+    config = tiny_config()
+    config["text_config"] |= {"engram_layer_ids": [], "engram_num_embeddings": []}
+    write_tiny_checkpoint(tmp_path / "plain", config=config)
+    with load(tmp_path / "plain", "float32") as engine:
+        *_, end = engine.respond(Request("Hello", effort="off", max_tokens=1))
+    assert isinstance(end, End)
+    assert end.engram == EngramStats()
+
+
 def test_short_and_full_prefill_answer_alike(checkpoint: Path) -> None:
-    answers = []
+    prompt = PROMPT * 2
+    answers: list[list[int]] = []
     for prefill in ("short", "full"):
-        with load(checkpoint, "float32", prefill=prefill, chunk_tokens=64) as engine:
-            answers.append(_greedy(engine, PROMPT * 6, 12))
+        with load(checkpoint, "float32", prefill=prefill, chunk_tokens=100) as engine:
+            config = engine.config
+            assert config.reach_tokens(config.last_kv_source) < len(prompt)
+            answers.append(_greedy(engine, prompt, 4))
     assert answers[0] == answers[1]
 
 
@@ -180,11 +265,28 @@ def test_other_arguments_that_cannot_be(engine: Engine, checkpoint: Path) -> Non
     with pytest.raises(BadRequest, match="max_tokens"):
         engine.generate(PROMPT, max_tokens=0)
     with pytest.raises(BadRequest, match="positions"):
-        engine.logits(PROMPT, [150])
+        engine.logits(PROMPT, [60])
     with pytest.raises(BadRequest, match="dtype"):
         load(checkpoint, "float16")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadRequest, match="prefill"):
+        load(checkpoint, prefill="long")  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="from 1 to 131072"):
         load(checkpoint, context_tokens=131_073)
+    for chunk_tokens in (0, -5):
+        with pytest.raises(BadRequest, match=f"chunk_tokens is {chunk_tokens}, it must be at"):
+            load(checkpoint, chunk_tokens=chunk_tokens)
+
+
+def test_a_prompt_is_checked_before_a_weight_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", None)
+    model = open_model(checkpoint, context_tokens=30)
+    model.check(Request("Hi", effort="off", max_tokens=4))
+    with pytest.raises(ContextTooLong, match="pass the context of 30 tokens"):
+        model.check(Request("Hi", effort="off", max_tokens=40))
+    with pytest.raises(ContextTooLong, match="pass the context of 30 tokens"):
+        model.check(Request("Hi" * 30, effort="off"))
 
 
 def test_exported_names_are_there() -> None:

@@ -8,9 +8,11 @@ import pytest
 
 import mlx_engine.model
 import mlx_engine.ops.indexer
+from mlx_engine import memory
 from mlx_engine.formats import INDEX
+from mlx_engine.model import Model
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries, choose_rows
-from mlx_engine.session import Session
+from mlx_engine.session import Prefill, Session
 from tests.engine.support import Subject, build, tiny_config
 
 
@@ -58,6 +60,39 @@ def test_a_step_copies_nothing_that_grows_with_the_context(
     assert long <= short + 4096
 
 
+@pytest.mark.parametrize(
+    ("chunk_tokens", "prefill"), [(256, "short"), (256, "full"), (2048, "full")]
+)
+def test_a_prefill_takes_no_more_than_the_memory_check_counts(
+    chunk_tokens: int, prefill: Prefill
+) -> None:
+    subject = build(tiny_config(max_position_embeddings=1 << 20), 0)
+    model = Model(subject.config, subject.model.weights, mx.bfloat16)
+    session = Session(model, subject.reader, prefill=prefill, chunk_tokens=chunk_tokens)
+    ids = np.random.default_rng(0).integers(3, 255, chunk_tokens * 5 // 4).tolist()
+    mx.eval(*session.state.arrays())
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(session.sync(ids))
+    taken = mx.get_peak_memory() - before
+    needed = memory.needs(subject.config, len(ids), chunk_tokens)
+    assert taken <= needed.total_bytes - needed.weights_bytes
+
+
+def test_the_state_takes_what_the_memory_check_counts() -> None:
+    subject = build(tiny_config(), 0)
+    session = Session(subject.model, subject.reader)
+    session.sync(list(range(3, 40)))
+    state = session.state
+    rows = list(state.compressed.values())
+    for keys in state.index_keys.values():
+        rows += [keys.codes, keys.scales]
+    assert sum(each.view().nbytes for each in rows) == memory.growing_bytes(subject.config, 37)
+    windows = sum(window.rows.nbytes for window in state.windows)
+    assert windows == memory.window_bytes(subject.config)
+
+
 def _choice_bytes(Q: int, S: int) -> int:
     """The most bytes that a choice among S rows by Q queries holds beyond queries and keys."""
     H, D = 8, 128
@@ -76,14 +111,14 @@ def _choice_bytes(Q: int, S: int) -> int:
 
 def test_a_step_scans_the_index_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiles so small that those in flight do not count.
-    monkeypatch.setattr(mlx_engine.ops.indexer, "_TILE_VALUES", 1 << 15)
+    monkeypatch.setattr(mlx_engine.ops.indexer, "SCAN_VALUES", 1 << 15)
     short, long = _choice_bytes(1, 1 << 17), _choice_bytes(1, 1 << 18)
     # What is left is the scores and their sort keys, not the heads' products nor the keys' 68 B.
     assert long - short < 48 * (1 << 17)
 
 
 def test_the_scan_of_a_chunk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlx_engine.ops.indexer, "_TILE_VALUES", 1 << 19)
+    monkeypatch.setattr(mlx_engine.ops.indexer, "SCAN_VALUES", 1 << 19)
     short, long = (_choice_bytes(128, S) for S in (1 << 13, 1 << 15))
     # All scores of the longer context would take four times as much.
     assert long < 2 * short

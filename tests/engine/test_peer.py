@@ -98,7 +98,7 @@ def models(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, 
     directory = tmp_path_factory.mktemp(name)
     write_checkpoint(directory, config, random_tensors(config, SEEDS[name]))
     checkpoint = open_checkpoint(directory)
-    model = Model(checkpoint.config, checkpoint.load_weights(), mx.float32)
+    model = Model(checkpoint.config, checkpoint.read_weights(), mx.float32)
     return model, load_peer(directory, mx.float32)
 
 

@@ -167,11 +167,11 @@ def exercised(subject: Subject, trace: Trace) -> set[str]:
     for plan in subject.model.plans:
         if plan.kind not in (LayerKind.FULL, LayerKind.REINDEX):
             continue
-        assert plan.key_source is not None
+        assert plan.kv_source is not None
         visible, chosen = visible_rows(plan, T), trace.chosen[plan.layer]
         if plan.kind is LayerKind.FULL and np.any(chosen.sum(1) < visible.sum(1)):
             found.add("top-k prunes")
-        if plan.kind is LayerKind.REINDEX and np.any(chosen != trace.chosen[plan.key_source]):
+        if plan.kind is LayerKind.REINDEX and np.any(chosen != trace.chosen[plan.kv_source]):
             found.add("reindex chooses otherwise")
         if not plan.is_candidate_source:
             continue

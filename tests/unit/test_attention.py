@@ -120,7 +120,7 @@ def test_index_scores(Q: int, S: int) -> None:
 def test_choose_rows_in_tiles_of_any_size(
     tile_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_engine.ops.indexer._TILE_VALUES", tile_values)
+    monkeypatch.setattr("mlx_engine.ops.indexer.SCAN_VALUES", tile_values)
     Q, S, k, size = 33, 50, 6, 4
     queries, keys, scores = index_queries(Q, S)
     choose = partial(choose_rows, queries, keys, k=k, block_size=size)

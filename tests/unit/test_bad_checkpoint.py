@@ -116,7 +116,7 @@ def test_a_code_that_is_no_number_is_refused(
     codes.reshape(-1)[place] = code
     checkpoint = open_checkpoint(write_checkpoint(tmp_path, CONFIG, {**tensors, name: codes}))
     with pytest.raises(ModelFileError, match=f"^{re.escape(name)} in .* no number"):
-        checkpoint.load_weights()
+        checkpoint.read_weights()
 
 
 def test_an_engram_table_in_two_files_is_refused(tensors: Tensors, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_file_that_shrank_since_it_was_opened(tensors: Tensors, tmp_path: Path
     path = checkpoint.locations["embed.weight"].path
     os.truncate(path, checkpoint.locations["embed.weight"].offset + 100)
     with pytest.raises(ModelFileError, match=f"{path} ends at byte .*, within embed.weight"):
-        checkpoint.load_weights()
+        checkpoint.read_weights()
 
 
 def test_a_file_that_vanished_since_it_was_opened(tensors: Tensors, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_file_that_vanished_since_it_was_opened(tensors: Tensors, tmp_path: Pa
     path = checkpoint.locations["embed.weight"].path
     path.unlink()
     with pytest.raises(ModelFileError, match=f"{path} cannot be opened: No such file"):
-        checkpoint.load_weights()
+        checkpoint.read_weights()
 
 
 def test_a_failing_disk(tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +152,4 @@ def test_a_failing_disk(tensors: Tensors, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ModelFileError, match=r"cannot be read at byte .*: Input/output error"):
-        checkpoint.load_weights()
+        checkpoint.read_weights()

@@ -40,7 +40,7 @@ def directory(tensors: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def weights(directory: Path) -> Weights:
-    return open_checkpoint(directory).load_weights()
+    return open_checkpoint(directory).read_weights()
 
 
 def as_bytes(array: mx.array) -> bytes:
@@ -145,12 +145,13 @@ def test_a_layer_has_what_its_kind_has(weights: Weights) -> None:
 
 def test_engram_tables_are_located_and_not_read(directory: Path, tensors: Tensors) -> None:
     tables = open_checkpoint(directory).engram_tables()
-    assert [layer for layer, _, _ in tables] == [1, 4]
-    for layer, weight, scale in tables:
-        for part, at in (("weight", weight), ("scale", scale)):
+    for layer, table in zip((1, 4), tables, strict=True):
+        shard = table.path.read_bytes()
+        for part, offset in (("weight", table.weight_offset), ("scale", table.scale_offset)):
             expected = tensors[f"layers.{layer}.engram.embed.{part}"]
-            stored = at.path.read_bytes()[at.offset : at.offset + at.n_bytes]
-            assert stored == expected.tobytes() and at.shape == expected.shape
+            assert shard[offset : offset + expected.nbytes] == expected.tobytes()
+        shape = tensors[f"layers.{layer}.engram.embed.weight"].shape
+        assert (table.n_rows, table.head_dim) == shape
 
 
 def test_vision_and_draft_tensors_stay_on_disk(directory: Path, tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_the_bytes_read_are_the_resident_ones(
 
     monkeypatch.setattr(os, "open", spy_open)
     monkeypatch.setattr(os, "preadv", spy_preadv)
-    checkpoint.load_weights()
+    checkpoint.read_weights()
     assert sorted(touched) == sorted((at.path, at.offset, at.n_bytes) for at in wanted)
 
 
@@ -216,7 +217,7 @@ def test_memory_stays_under_the_final_size_and_two_shards(tensors: Tensors, tmp_
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     tracemalloc.start()
-    weights = checkpoint.load_weights()
+    weights = checkpoint.read_weights()
     _, python_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     mlx_bytes = mx.get_peak_memory() - before
@@ -239,7 +240,7 @@ def test_every_code_that_is_a_number_is_taken(tensors: Tensors, tmp_path: Path) 
     }
     weights = open_checkpoint(
         write_checkpoint(tmp_path, CONFIG, {**tensors, **changed})
-    ).load_weights()
+    ).read_weights()
     layer = weights.layers[2]
     assert as_bytes(layer.attn.wo_b.weight) == changed["layers.2.attn.wo_b.weight"].tobytes()
     assert as_bytes(layer.ffn.w1.weight[5]) == changed["layers.2.ffn.experts.5.w1.weight"].tobytes()
@@ -255,7 +256,7 @@ def test_small_chunks_and_short_reads_give_the_same_bytes(
         return real_preadv(file, [buffers[0][:999]], offset)
 
     monkeypatch.setattr(os, "preadv", short_preadv)
-    again = open_checkpoint(directory).load_weights()
+    again = open_checkpoint(directory).read_weights()
     for one, other in zip(arrays_of(weights), arrays_of(again), strict=True):
         assert as_bytes(one) == as_bytes(other)
 
@@ -263,7 +264,7 @@ def test_small_chunks_and_short_reads_give_the_same_bytes(
 def test_progress_rises_from_chunk_to_chunk_up_to_the_total(directory: Path) -> None:
     checkpoint = open_checkpoint(directory)
     calls: list[tuple[int, int]] = []
-    checkpoint.load_weights(lambda done, total: calls.append((done, total)))
+    checkpoint.read_weights(lambda done, total: calls.append((done, total)))
     done = [call[0] for call in calls]
     total = memory.resident_bytes(checkpoint.config)
     assert {call[1] for call in calls} == {total}
@@ -286,7 +287,7 @@ def test_an_interrupted_load_leaves_no_thread_and_no_file(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        open_checkpoint(directory).load_weights(interrupt)
+        open_checkpoint(directory).read_weights(interrupt)
     assert not [t for t in threading.enumerate() if t.name.startswith("ds41-read")]
     assert opened
     for file in opened:
@@ -330,7 +331,7 @@ def test_the_wired_limit_is_raised_between_the_memory_check_and_the_first_read(
     weights = load_weights(checkpoint, 512, machine=METAL, set_wired_limit=set_limit)
     assert len(weights.layers) == 8
     assert events == ["memory check", "wired limit", "read"]
-    assert limits == [memory.needs(checkpoint.config, 512).total_bytes]
+    assert limits == [METAL.usable_bytes]
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_read(
@@ -338,8 +339,18 @@ def test_what_cannot_fit_is_refused_before_anything_is_read(
 ) -> None:
     small = memory.MachineMemory("Metal", total_bytes=2_000_000, usable_bytes=1_000_000)
     checkpoint = open_checkpoint(directory)
-    with pytest.raises(DeviceError, match=r"needs 9\.89 MB .* 1\.00 MB of 2\.00 MB"):
+    needed = memory.format_bytes(memory.needs(checkpoint.config, 512).total_bytes)
+    with pytest.raises(DeviceError, match=rf"needs {needed} .* 1\.00 MB of 2\.00 MB"):
         load_weights(
             checkpoint, 512, machine=small, set_wired_limit=lambda n: events.append("limit")
         )
     assert events == ["memory check"]
+
+
+def test_a_chunk_that_is_too_long_for_the_machine_is_refused(directory: Path) -> None:
+    checkpoint = open_checkpoint(directory)
+    needed = memory.needs(checkpoint.config, 512, chunk_tokens=64).total_bytes
+    machine = memory.MachineMemory("CPU", total_bytes=2 * needed, usable_bytes=needed)
+    assert len(load_weights(checkpoint, 512, chunk_tokens=64, machine=machine).layers) == 8
+    with pytest.raises(DeviceError):
+        load_weights(checkpoint, 512, chunk_tokens=512, machine=machine)

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_engine.layer_plan import LayerKind, layer_plan
 from tests.reference.random_tensors import TINY_CONFIG
 
 DATA = Path(__file__).parents[1] / "data"
+RELEASED_VISION = json.loads((DATA / "released_config.json").read_text())["vision_config"]
 
 # The flat layout's names, from the table of section 1 in docs/model.md.
 FLAT_NAMES = {
@@ -76,6 +78,8 @@ def test_the_released_file_gives_the_released_numbers(released: ModelConfig) -> 
     assert released.engram is not None and released.engram.columns == 24
     assert released.draft is not None and released.draft.target_layer_ids == (37, 38, 39)
     assert released.vision is not None and released.vision.num_hidden_layers == 32
+    text_only = json.loads((DATA / "released_config.json").read_text()) | {"vision_config": None}
+    assert parse_config(text_only) == replace(released, vision=None)
     assert released.gate_temp == 1.0
     assert released.reach_tokens(21) == 2414 and released.reach_tokens(39) == 128
 
@@ -136,8 +140,8 @@ def test_all_missing_keys_are_named_at_once(raw: dict[str, Any]) -> None:
 
 def test_a_missing_vision_key_is_named() -> None:
     raw = json.loads((DATA / "released_config.json").read_text())
-    del raw["vision_config"]["patch_size"]
-    assert "patch_size" in refusal(raw)
+    del raw["vision_config"]["patch_size"], raw["text_config"]["head_dim"]
+    assert refusal(raw) == "missing head_dim, vision_config.patch_size"
 
 
 Edit = Callable[[dict[str, Any]], None]
@@ -223,17 +227,25 @@ def test_a_harmless_unknown_key_is_one_warning(
     raw: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     raw |= {"published_on": "a Friday", "colour": "blue"}
+    raw["quantization_config"]["modules_to_not_convert"] = []
+    raw["vision_config"] = {**RELEASED_VISION, "shutter": "slow", "num_heads": 8}
     with caplog.at_level(logging.WARNING):
-        assert parse_config(raw) == parse_config(TINY_CONFIG)
+        assert replace(parse_config(raw), vision=None) == parse_config(TINY_CONFIG)
     (record,) = caplog.records
-    assert "colour, published_on" in record.getMessage()
+    assert record.getMessage().endswith(
+        "colour, published_on, quantization_config.modules_to_not_convert, "
+        "vision_config.num_heads, vision_config.shutter"
+    )
 
 
 def test_an_unknown_key_that_would_compute_is_fatal_unless_it_is_off(raw: dict[str, Any]) -> None:
     raw["text_config"]["attn_logit_softcapping"] = None
     parse_config(raw)
     raw["text_config"]["attn_logit_softcapping"] = 30.0
-    assert "attn_logit_softcapping" in refusal(raw)
+    raw["quantization_config"]["zero_point"] = True
+    assert refusal(raw).startswith(
+        "unknown attn_logit_softcapping, quantization_config.zero_point would change"
+    )
 
 
 def test_a_known_configuration_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,10 +284,9 @@ def test_the_released_plan(released: ModelConfig) -> None:
     assert [p.layer for p in plan if p.engram_index is not None] == [1, 14]
     assert [p.layer for p in plan if p.is_candidate_source] == [20]
     assert [p.layer for p in plan if p.uses_candidates] == [24, 28, 32, 36]
-    assert (plan[0].kv_source, plan[0].topk_source, plan[0].key_source) == (None, None, None)
+    assert (plan[0].kv_source, plan[0].topk_source) == (None, None)
     assert (plan[13].ratio, plan[13].kv_source, plan[13].topk_source) == (2, 8, 8)
     assert (plan[31].ratio, plan[31].kv_source, plan[31].topk_source) == (1, 20, 28)
-    assert plan[31].key_source == 20
 
 
 def test_without_a_candidate_source_no_layer_prunes(raw: dict[str, Any]) -> None:

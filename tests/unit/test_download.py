@@ -196,7 +196,8 @@ def test_a_refusal_is_one_sentence(
 def test_a_hub_out_of_reach_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
     with serve({}) as gone:
         pass
-    with pytest.raises(DeviceError, match=r"cannot fetch .* check the network") as raised:
+    says = "cannot fetch .* check the network and run .*: finished files are kept, an unfinished"
+    with pytest.raises(DeviceError, match=says) as raised:
         fetch(gone, tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -268,6 +269,12 @@ def test_a_second_download_into_a_folder_is_refused(hub: Hub, tmp_path: Path) ->
     assert found_files(tmp_path) == FILES
 
 
+def test_the_help_says_what_a_stop_costs() -> None:
+    said = " ".join(CliRunner().invoke(app, ["download", "--help"]).output.split())
+    assert "an unfinished one starts from its beginning" in said
+    assert "7 GB" in said and "101 GB" in said
+
+
 def test_the_command_reports_and_says_how_to_go_on(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +287,8 @@ def test_the_command_reports_and_says_how_to_go_on(
     monkeypatch.setattr(download_cli, "download", stop)
     stopped = CliRunner().invoke(app, command)
     assert stopped.exit_code == 130
-    assert "run the same command to go on" in stopped.stderr
+    for part in (str(tmp_path), "run the same command", "unfinished one starts from its beginning"):
+        assert part in stopped.stderr
 
     monkeypatch.setattr(download_cli, "download", partial(download, endpoint=hub.endpoint))
     hub.refusal = (404, "RepoNotFound")

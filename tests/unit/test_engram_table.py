@@ -1,5 +1,6 @@
 """One Engram table: the rows read, the bytes touched, the bound of the cache, the failures."""
 
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,8 @@ N_ROWS, HEAD_DIM = 3_000, 64
 WEIGHT_OFFSET, GAP = 101, 37
 SCALE_OFFSET = WEIGHT_OFFSET + N_ROWS * HEAD_DIM + GAP
 AMPLE_BYTES = N_ROWS * 100  # a slot for every row
+# All e4m3 codes but the two that are no number.
+NUMBERS = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 
 
 class Table:
@@ -25,7 +28,7 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         rng = np.random.default_rng(0)
-        self.codes = rng.integers(0, 256, (N_ROWS, HEAD_DIM), np.uint8)
+        self.codes = rng.choice(NUMBERS, (N_ROWS, HEAD_DIM))
         self.scales = rng.integers(0, 255, (N_ROWS, 2), np.uint8)
         self.location = TableLocation(path, WEIGHT_OFFSET, SCALE_OFFSET, N_ROWS, HEAD_DIM)
         self.readers = ThreadPoolExecutor(4)
@@ -267,12 +270,25 @@ def test_disk_error_names_file_and_byte(own: Table, monkeypatch: pytest.MonkeyPa
     table.close()
 
 
-def test_scale_that_is_no_number(own: Table):
-    own.scales[41, 1] = 255
+@pytest.mark.parametrize(
+    ("part", "column", "code"),
+    [("scales", 1, 0xFF), ("codes", 0, 0x7F), ("codes", HEAD_DIM - 1, 0xFF)],
+)
+def test_code_that_is_no_number(own: Table, part: str, column: int, code: int):
+    getattr(own, part)[41, column] = code
     own.write()
     table = own.open(AMPLE_BYTES)
     own.check(table, np.array([40, 42]))
     for _ in range(2):  # not taken into the cache either
-        with pytest.raises(ModelFileError, match=r"row 41 .*shard has a scale that is no number"):
+        with pytest.raises(ModelFileError, match=r"row 41 .*shard has a code .* is no number"):
             table.read(np.array([40, 41, 42]))
     table.close()
+
+
+def test_a_small_table_takes_no_more_slots_than_it_has_rows(shared: Table):
+    tracemalloc.start()
+    table = shared.open(cache_bytes=1 << 30)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    table.close()
+    assert taken < 2 * N_ROWS * (HEAD_DIM + 2)

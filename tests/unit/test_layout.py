@@ -25,17 +25,17 @@ LOCK_FILES = ("requirements.lock", "requirements-dev.lock")
 
 # Low to high. A module imports from its own row and the rows above it in this table.
 RANKS = (
-    ("errors", "version"),
+    ("errors",),
     ("config", "layer_plan", "config_file", "formats"),
     ("inventory", "shards", "weights", "memory"),
-    ("token_map", "engram", "engram_table"),
+    ("token_map", "tokenizer", "engram", "engram_table"),
     ("checkpoint", "tiny", "tiny_tokenizer", "download"),
     ("metal",),
     ("ops",),
     ("state",),
     ("model",),
     ("session",),
-    ("sampling", "tokenizer", "prompt", "answer", "respond"),
+    ("sampling", "prompt", "answer", "respond"),
     ("engine",),
     ("__init__",),
     ("cli",),
@@ -136,6 +136,10 @@ def test_imports_are_found_in_every_form() -> None:
     ]
     with pytest.raises(AssertionError, match="relative"):
         list(imports("from . import errors", known))
+
+
+def test_every_name_in_the_import_order_is_a_module() -> None:
+    assert set(RANK) == {name.partition(".")[2].partition(".")[0] or "__init__" for name in MODULES}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -11,12 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_engine.answer import AnswerReader, ReasoningDelta, StopStrings, TextDelta
+from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ContextTooLong
 from mlx_engine.prompt import Message, conversation, encode
 from mlx_engine.respond import End, Event, Progress, Request, respond
 from mlx_engine.sampling import Sampling
 from mlx_engine.tokenizer import SPELLINGS, Tokenizer
 from tests.fake_engine import (
+    ROWS_A_TOKEN,
     FakeEngine,
     tiny_tokenizer,
     tiny_tokenizer_json,
@@ -278,12 +281,25 @@ def test_cancelled_while_answering():
     assert engine.tokens_made == end.completion_tokens == 10
 
 
-def test_cancelled_during_the_prefill():
+@pytest.mark.parametrize("n_told", [1, 2, 4])
+def test_cancelled_during_the_prefill(n_told: int):
     told: list[Progress] = []
-    engine = FakeEngine("so", chunk_tokens=10)
-    _, end = run(engine, HI, on_progress=told.append, cancelled=lambda: len(told) == 2)
+    engine = FakeEngine("so", known_tokens=5, chunk_tokens=10)
+    _, end = run(engine, HI, on_progress=told.append, cancelled=lambda: len(told) == n_told)
     assert (end.text, end.finish_reason, end.completion_tokens) == ("", "cancelled", 0)
-    assert len(told) == 2
+    assert len(told) == n_told
+    # The next chunk was done when it was asked; the rest of the prompt was never computed.
+    computed_tokens = 10 * n_told
+    timings = end.timings
+    assert timings.prefill_tokens_per_s == pytest.approx(computed_tokens / timings.prefill_s)
+    assert (timings.decode_s, timings.decode_tokens_per_s) == (0, 0)
+
+
+def test_the_table_rows_of_an_answer_are_its_own():
+    engine = FakeEngine("</think>so")
+    for _ in range(2):
+        _, end = run(engine, HI)
+        assert end.engram == EngramStats(*(3 * n for n in astuple(ROWS_A_TOKEN)))
 
 
 def test_closing_the_iterator_closes_the_engines():

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,17 +113,7 @@ def test_the_configuration_follows_from_the_tokenizer(checkpoint: Path) -> None:
     token_map = build_token_map(tokenizer)
     assert int(token_map.max()) + 1 == engram.compressed_vocab_size
     # Refuses row counts that are not the sums of its primes.
-    EngramHash(
-        token_map,
-        layer_ids=engram.layer_ids,
-        num_embeddings=engram.num_embeddings,
-        vocab_size=engram.vocab_size,
-        n_heads=engram.n_heads,
-        max_ngram_size=engram.max_ngram_size,
-        compressed_vocab_size=engram.compressed_vocab_size,
-        pad_token_id=engram.pad_token_id,
-        image_token_id=config.image_token_id,
-    )
+    EngramHash(token_map, engram, config.image_token_id)
 
 
 def test_every_code_but_nan_occurs(checkpoint: Path, tensors: Tensors) -> None:
@@ -159,7 +150,7 @@ def test_a_seed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
     same, other = contents(tmp_path / "same"), contents(tmp_path / "other")
     assert same == contents(checkpoint)
     assert {name for name in same if same[name] != other[name]} == {
-        name for name in same if name.endswith(".safetensors")
+        name for name in same if name.endswith(".safetensors") or name == "checksums.json"
     }
 
 
@@ -200,6 +191,37 @@ def test_the_cache_keeps_one_checkpoint(checkpoint: Path, tmp_path: Path) -> Non
     (directory / "mark").touch()
     assert tiny_checkpoint(cache) == directory
     assert (directory / "mark").exists()
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def write_a_list(path: Path) -> None:
+    path.write_bytes(b"[]")
+
+
+@pytest.mark.parametrize("damage", [os.unlink, flip_a_bit, write_a_list])
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00005.safetensors", "config.json", "checksums.json"]
+)
+def test_a_damaged_checkpoint_in_the_cache_is_written_anew(
+    checkpoint: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: Callable[[Path], object],
+) -> None:
+    directory = tiny_checkpoint(tmp_path)
+    damage(directory / name)
+    assert caplog.records == []
+    assert tiny_checkpoint(tmp_path) == directory
+    assert contents(directory) == contents(checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == [directory.name]
+    (record,) = caplog.records
+    assert f"{directory} is damaged, it is written anew" in record.message
 
 
 def test_an_update_makes_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Text to ids and back: injection, missing tokens, and characters spread over tokens."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +13,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_engine.config_file import parse_config
 from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.tiny import tiny_config
+from mlx_engine.tiny_tokenizer import MIN_VOCAB_SIZE
 from mlx_engine.tokenizer import SPELLINGS, TextDecoder, Tokenizer
 from tests.fake_engine import (
     released_tokenizer,
@@ -19,6 +24,9 @@ from tests.fake_engine import (
     tiny_tokenizer,
     tiny_tokenizer_json,
 )
+
+# The tiny configuration, with the vocabulary of `tiny_tokenizer`.
+CONFIG = replace(parse_config(tiny_config()), vocab_size=MIN_VOCAB_SIZE)
 
 # Beyond the vocabulary as well: a model may have more rows than its tokenizer has tokens.
 any_ids = st.lists(st.integers(0, 140_000), max_size=40)
@@ -148,27 +156,66 @@ def added_tokens(source: str) -> list[dict[str, Any]]:
     return json.loads(source)["added_tokens"]
 
 
-def test_all_missing_tokens_are_named_with_the_file(tmp_path: Path):
+def without(*spellings: str) -> str:
+    """The tiny tokenizer's file without some of its added tokens."""
     content = json.loads(tiny_tokenizer_json())
-    lost = (SPELLINGS["system"], SPELLINGS["image"])
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in lost]
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in spellings]
+    return json.dumps(content)
+
+
+def test_all_missing_tokens_are_named_with_the_file(tmp_path: Path):
+    lost = (SPELLINGS["system"], SPELLINGS["think_end"])
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(content))
+    path.write_text(without(*lost, SPELLINGS["image"]))
     with pytest.raises(ModelFileError) as caught:
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, CONFIG)
     for part in (str(path), *lost):
         assert part in str(caught.value)
-    assert SPELLINGS["user"] not in str(caught.value)
+    for spelling in (SPELLINGS["user"], SPELLINGS["image"]):
+        assert spelling not in str(caught.value)
+
+
+def test_text_does_not_need_an_image_token(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(without(SPELLINGS["image"]))
+    tokenizer = Tokenizer.load(tmp_path, replace(CONFIG, vocab_size=MIN_VOCAB_SIZE - 1))
+    assert tokenizer.special.image is None
+    assert replace(tokenizer.special, image=tiny_tokenizer().special.image) == (
+        tiny_tokenizer().special
+    )
+
+
+def test_a_tokenizer_of_another_configuration_is_refused(tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tiny_tokenizer_json())
+    tokenizer = Tokenizer.load(tmp_path, CONFIG)
+    assert tokenizer.n_ids == CONFIG.vocab_size
+    # Fewer rows than ids are a vocabulary with a margin.
+    Tokenizer.load(tmp_path, replace(CONFIG, vocab_size=CONFIG.vocab_size - 1))
+    for changes, said in (
+        ({"bos_token_id": 7}, f"{SPELLINGS['bos']} has the id 0, but .* bos_token_id is 7: fetch"),
+        ({"eos_token_id": 7}, f"{SPELLINGS['eos']} has the id 1, but .* eos_token_id is 7: fetch"),
+        ({"image_token_id": 7}, f"{SPELLINGS['image']} has .* image_token_id is 7: fetch"),
+        ({"vocab_size": MIN_VOCAB_SIZE + 1}, "has 274 ids, but .* vocab_size is 275: fetch"),
+    ):
+        with pytest.raises(ModelFileError, match=f"{path}: .*{said}"):
+            Tokenizer.load(tmp_path, replace(CONFIG, **changes))
+
+
+@pytest.mark.parametrize("make_json", [released_tokenizer_json, tiny_tokenizer_json])
+def test_ids_are_counted_as_the_library_does(make_json: Callable[[], str]):
+    library = tokenizers.Tokenizer.from_str(make_json())
+    n_ids = library.get_vocab_size(with_added_tokens=True)
+    assert Tokenizer.from_json(make_json()).n_ids == n_ids
 
 
 def test_missing_and_broken_files(tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     with pytest.raises(ModelFileError, match=r"cannot read .*tokenizer\.json .*No such file"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, CONFIG)
     for source in ("", "{}", "[]", '{"added_tokens": []}', '{"added_tokens": [{}], "model": 1}'):
         path.write_text(source)
         with pytest.raises(ModelFileError, match=r"tokenizer\.json: this is no tokenizer"):
-            Tokenizer.load(tmp_path)
+            Tokenizer.load(tmp_path, CONFIG)
 
 
 def test_a_lone_surrogate_is_refused():

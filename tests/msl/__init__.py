@@ -1,0 +1,1 @@
+"""Executes Metal source on the CPU for tests; not part of the installed package."""
