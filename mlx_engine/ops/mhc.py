@@ -126,8 +126,9 @@ def mhc_coefficients_reference(
     mix = times_transposed(flat, w.fn) * rms * w.column_scale + w.base  # [T, (2 + hc) * hc]
     gates = mx.sigmoid(mix[:, : 2 * hc])
     comb = mx.softmax(mix[:, 2 * hc :].reshape(T, hc, hc), axis=-1) + hc_eps
-    # A product with ones sums an axis, keeps it, and adds the epsilon in the same operation.
-    ones, eps = mx.ones((hc, hc)), mx.array(hc_eps)
+    # A product with ones sums an axis, keeps it, and adds the epsilon in the same operation; of one
+    # shape with comb neither needs a broadcast, of which a decode step would make a thousand.
+    ones, eps = mx.ones((T, hc, hc)), mx.full((T, hc, hc), hc_eps)
     comb = comb / mx.addmm(eps, ones, comb)
     for _ in range(iters - 1):
         comb = comb / mx.addmm(eps, comb, ones)
