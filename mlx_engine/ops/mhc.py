@@ -12,13 +12,11 @@ import mlx.core as mx
 
 from mlx_engine.ops import launch
 from mlx_engine.ops.linear import times_transposed
+from mlx_engine.ops.mhc_bytes import HC, SLICE, SUMS
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.weights import MhcWeights
 
 # The kernels' sizes; see metal/mhc.metal.
-_HC = 4
-_SUMS = (2 + _HC) * _HC + 2
-_SLICE = 64
 _MAX_TOKENS = 8
 _THREADS = 512
 
@@ -153,39 +151,8 @@ def mhc_expand_reference(
     return out.astype(streams.dtype)
 
 
-def mhc_between_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> tuple[int, int]:
-    """Bytes that each launch of `mhc_between` must move, for a norm weight of so many a value."""
-    first, second = mhc_enter_bytes(T, D, value_bytes=value_bytes, norm_bytes=norm_bytes)
-    return first + T * (D + _HC * D) * value_bytes + T * (_HC + _HC * _HC) * 4, second
-
-
-def mhc_enter_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> tuple[int, int]:
-    """Bytes that each launch of `mhc_enter` must move."""
-    first, second = mhc_coefficients_bytes(T, D, value_bytes=value_bytes)
-    more = T * D * value_bytes + T * -(-D // _SLICE) * 4  # the collapsed input and its squares
-    return first + T * _HC * 4 + more, second + more + D * norm_bytes + T * D * value_bytes
-
-
-def mhc_coefficients_bytes(T: int, D: int, *, value_bytes: int) -> tuple[int, int]:
-    """Bytes that each launch of `mhc_coefficients` must move: the sums go from one to the other."""
-    columns = (2 + _HC) * _HC
-    sums = T * -(-D // _SLICE) * (_SUMS - 1) * 4
-    small = (columns + 3 + 2 + T * columns) * 4  # base, scale, epsilons, coefficients
-    return T * _HC * D * value_bytes + columns * _HC * D * 4 + sums, sums + small
-
-
-def mhc_collapse_norm_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> int:
-    """Bytes that `mhc_collapse_norm` must move."""
-    return T * (_HC + 1) * D * value_bytes + T * _HC * 4 + D * norm_bytes + 4
-
-
-def mhc_expand_bytes(T: int, D: int, *, value_bytes: int) -> int:
-    """Bytes that `mhc_expand` must move."""
-    return T * (2 * _HC + 1) * D * value_bytes + T * (_HC + _HC * _HC) * 4
-
-
 def _is_on(streams: mx.array) -> bool:
-    return launch.is_on("mhc") and streams.shape[1] == _HC
+    return launch.is_on("mhc") and streams.shape[1] == HC
 
 
 # The threads of a slice of tokens, and what they do with it.
@@ -285,7 +252,7 @@ def _between_metal(
         (h, streams, last.post, last.comb, pre, to.w.fn),
         streams,
         [((T, hc, D), streams.dtype), ((T, D), streams.dtype)],
-        _SUMS,
+        SUMS,
     )
     return out, *_finish(collapsed, sums, to)
 
@@ -293,7 +260,7 @@ def _between_metal(
 def _enter_metal(streams: mx.array, pre: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
     T, _, D = streams.shape
     collapsed, sums = _slices(
-        _ENTER, (streams, pre, to.w.fn), streams, [((T, D), streams.dtype)], _SUMS
+        _ENTER, (streams, pre, to.w.fn), streams, [((T, D), streams.dtype)], SUMS
     )
     return _finish(collapsed, sums, to)
 
@@ -302,7 +269,7 @@ def _coefficients_metal(
     streams: mx.array, w: MhcWeights, iters: int, epsilons: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     T, hc, D = streams.shape
-    (sums,) = _slices(_SUMS_ALONE, (streams, w.fn), streams, [], _SUMS - 1)
+    (sums,) = _slices(_SUMS_ALONE, (streams, w.fn), streams, [], SUMS - 1)
     pre, post, comb = _COEFFICIENTS(
         (sums, w.base, w.scale, epsilons),
         template=[("D", D), ("ITERS", iters), ("THREADS", _THREADS)],
@@ -354,8 +321,8 @@ def _slices(
 ) -> list[mx.array]:
     """Launch a kernel over slices of channels: its outputs, and `count` sums f32 of each slice."""
     T, _, D = streams.shape
-    M, slices = min(T, _MAX_TOKENS), -(-D // _SLICE)
-    threads = _HC * _SLICE
+    M, slices = min(T, _MAX_TOKENS), -(-D // SLICE)
+    threads = HC * SLICE
     return kernel(
         inputs,
         template=[("T", streams.dtype), ("M", M), ("D", D)],
@@ -377,7 +344,7 @@ def _finish(collapsed: mx.array, sums: mx.array, to: MhcSublayer) -> tuple[mx.ar
         ],
         grid=(_THREADS * T, 1, 1),
         threadgroup=(_THREADS, 1, 1),
-        shapes=[(T, _HC), (T, _HC), (T, _HC, _HC), (T, D)],
+        shapes=[(T, HC), (T, HC), (T, HC, HC), (T, D)],
         dtypes=[*[mx.float32] * 3, collapsed.dtype],
     )
     return x, Mixing(pre, post, comb)
@@ -391,21 +358,21 @@ def _epsilons(hc_eps: float, norm_eps: float) -> mx.array:
 @launch.probe("mhc")
 def agrees() -> bool:
     """Whether the kernels give the reference's results for one token and for several."""
-    D, columns = 96, (2 + _HC) * _HC
-    wave = mx.sin(mx.arange(9 * (_HC + 1) * D))
+    D, columns = 96, (2 + HC) * HC
+    wave = mx.sin(mx.arange(9 * (HC + 1) * D))
     w = MhcWeights(
-        fn=mx.cos(mx.arange(columns * _HC * D)).reshape(columns, -1),
+        fn=mx.cos(mx.arange(columns * HC * D)).reshape(columns, -1),
         base=mx.sin(mx.arange(columns)),
         scale=mx.array([0.5, 0.25, 0.125]),
     )
     norm_weight = (1 + 0.1 * mx.cos(mx.arange(D))).astype(mx.bfloat16)
     to = MhcSublayer(w, norm_weight, iters=3, hc_eps=0.02, norm_eps=1e-20)
     for T in (1, 9):
-        shares = mx.softmax(wave[: T * (2 + _HC) * _HC].reshape(T, -1, _HC), axis=-1)
+        shares = mx.softmax(wave[: T * (2 + HC) * HC].reshape(T, -1, HC), axis=-1)
         last = Mixing(shares[:, 0], shares[:, 1], shares[:, 2:])
         for dtype in (mx.bfloat16, mx.float32):
             h = wave[: T * D].reshape(T, D).astype(dtype)
-            streams = wave[-T * _HC * D :].reshape(T, _HC, D).astype(dtype)
+            streams = wave[-T * HC * D :].reshape(T, HC, D).astype(dtype)
             ours = _between_metal(h, streams, last, last.pre, to)
             reference = mhc_between_reference(h, streams, last, last.pre, to)
             rounding = 2.0**-6 if dtype == mx.bfloat16 else 2.0**-14

@@ -13,14 +13,16 @@ from mlx_engine.ops.mhc import (
     Mixing,
     agrees,
     mhc_between,
-    mhc_between_bytes,
     mhc_coefficients,
-    mhc_coefficients_bytes,
     mhc_collapse_norm,
-    mhc_collapse_norm_bytes,
     mhc_enter,
-    mhc_enter_bytes,
     mhc_expand,
+)
+from mlx_engine.ops.mhc_bytes import (
+    mhc_between_bytes,
+    mhc_coefficients_bytes,
+    mhc_collapse_norm_bytes,
+    mhc_enter_bytes,
     mhc_expand_bytes,
 )
 from mlx_engine.weights import MhcWeights
