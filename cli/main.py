@@ -5,6 +5,7 @@ caller can put right, 130 for Ctrl-C. Commands are in modules of their own; thos
 are imported when they are called.
 """
 
+import errno
 import logging
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,11 @@ class _Commands(TyperGroup):
                 "cuda12 and cuda13, as in pip install 'ds41[cpu]'",
                 2,
             )
+        except OSError as error:
+            # What commands read and write themselves raises EngineError; this is the output.
+            if error.errno not in (errno.ENOSPC, errno.EIO):
+                raise
+            code = _fail(f"the output cannot be written: {error.strerror}", 2)
         except typer.TyperException as error:
             code = _fail(" ".join(error.format_message().split()), error.exit_code)
         if standalone_mode:

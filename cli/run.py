@@ -101,7 +101,7 @@ def run_command(
     terminal = Terminal(is_streaming=not as_json)
     directory = model or _tiny_model()
     with terminal.loading() as on_progress:
-        opened = open_model(directory.expanduser(), context_tokens=ctx)
+        opened = open_model(expanded(directory), context_tokens=ctx)
         opened.check(request)
         engine = opened.load(
             dtype, prefill=prefill, cache_dir=cache_directory(), on_progress=on_progress
@@ -122,7 +122,15 @@ def cache_directory() -> Path:
     import platformdirs
 
     named = os.environ.get("DS41_CACHE_DIR")
-    return Path(named).expanduser() if named else platformdirs.user_cache_path("ds41")
+    return expanded(Path(named)) if named else platformdirs.user_cache_path("ds41")
+
+
+def expanded(path: Path) -> Path:
+    """The path with `~` filled in; raises BadRequest where nobody has that home."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise BadRequest(f"{path} cannot be found: {error}") from None
 
 
 def _tiny_model() -> Path:
@@ -137,7 +145,7 @@ def _tiny_model() -> Path:
 
 
 def _read_stdin() -> str:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():  # None where the caller closed it
         raise BadRequest("there is no prompt: give one as an argument or on standard input")
     try:
         text = typer.get_binary_stream("stdin").read().decode()

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from mlx_engine.respond import End, Event, Progress
 
 
+def _is_terminal() -> bool:
+    # Standard error is None where the caller closed it.
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 class Terminal:
     """Shows one run; without `is_streaming` neither reasoning nor answer is written."""
 
@@ -36,7 +41,7 @@ class Terminal:
     def loading(self) -> Generator[Callable[[int, int], None] | None]:
         """Time the load, and draw a bar of bytes done and in all by the function this gives."""
         started_s = time.perf_counter()
-        bar = _load_bar() if sys.stderr.isatty() else None
+        bar = _load_bar() if _is_terminal() else None
         try:
             yield bar and bar.update
         finally:
@@ -46,7 +51,7 @@ class Terminal:
 
     def prefill(self, progress: "Progress") -> None:
         """Draw how much of the prompt is done."""
-        if self._prefill_bar is None and sys.stderr.isatty():
+        if self._prefill_bar is None and _is_terminal():
             self._prefill_bar = _prefill_bar()
         if self._prefill_bar is not None:
             self._prefill_bar.update(progress.done_tokens, progress.total_tokens)

@@ -222,12 +222,12 @@ class _Reader:
         self._arrays.append(array)
         return array
 
-    def fp8(self, name: str, groups: int = 1) -> Fp8:
-        """A dense weight with its tile scales, its rows split into groups if there are several."""
+    def fp8(self, name: str, groups: int | None = None) -> Fp8:
+        """A dense weight with its tile scales, its rows split into groups where it has them."""
         arrays: list[mx.array] = []
         for part in ("weight", "scale"):
             N, K = self._locations[f"{name}.{part}"].shape
-            split = (N,) if groups == 1 else (groups, N // groups)
+            split = (N,) if groups is None else (groups, N // groups)
             is_codes = part == "weight"
             shape = (*split, K // 4 if is_codes else K)
             dtype = mx.uint32 if is_codes else mx.uint8

@@ -159,6 +159,14 @@ def _check_shapes(config: ModelConfig) -> None:
             raise ModelFileError(
                 f"{name} is {width}, it must be a multiple of {TILE} (scale tiles)"
             )
+    if min(config.rope_theta, config.compress_rope_theta) <= 1:
+        raise ModelFileError("rope_theta and compress_rope_theta must be above 1")
+    yarn = config.yarn
+    if not 1e-6 <= yarn.beta_slow < yarn.beta_fast <= 1e6:
+        raise ModelFileError(
+            f"rope_scaling has beta_slow {yarn.beta_slow} and beta_fast {yarn.beta_fast}, "
+            "which must ascend from 1e-6 to 1e6"
+        )
     rope = config.qk_rope_head_dim
     if rope % 2 or rope > min(config.head_dim, config.index_head_dim):
         raise ModelFileError(

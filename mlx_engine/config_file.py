@@ -6,8 +6,8 @@ keys that are missing, unknown or unsupported. Section numbers refer to docs/mod
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
-from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,7 +94,7 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelFileError(
             f"{directory} has no config.json; give the folder that holds the checkpoint"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ModelFileError(f"{path} holds no JSON object")
@@ -224,7 +224,7 @@ class _Keys:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.take(key, 1.0) if default is None else self.optional(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < inf:
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise ModelFileError(f"{key} is {value!r}, it must be a number above 0")
         return float(value)
 

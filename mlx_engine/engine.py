@@ -2,12 +2,14 @@
 
 `load` gives an Engine, in two steps for who wants to check a prompt before minutes of reading;
 `logits`, `generate` and `respond` use it. Callers hand over token ids or requests and never see an
-array of the device. One thread at a time.
+array of the device. Any thread may call, one at a time; a second call at once is refused.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Literal, cast
 
@@ -20,7 +22,7 @@ from mlx_engine.checkpoint import Checkpoint, load_weights, open_checkpoint
 from mlx_engine.config import ModelConfig
 from mlx_engine.engram import EngramHash, EngramReader
 from mlx_engine.engram_table import EngramStats
-from mlx_engine.errors import BadRequest, ContextTooLong
+from mlx_engine.errors import BadRequest, ContextTooLong, ModelFileError
 from mlx_engine.model import Model
 from mlx_engine.respond import Event, Progress, Request, respond
 from mlx_engine.sampling import Sampler, Sampling
@@ -169,6 +171,8 @@ class Engine:
         self._engram = engram
         self._chunk_tokens = chunk_tokens
         self._session = Session(model, engram, prefill=prefill, chunk_tokens=chunk_tokens)
+        self._work = Lock()
+        self._is_closed = False
 
     @property
     def config(self) -> ModelConfig:
@@ -181,8 +185,9 @@ class Engine:
         return self._session.state_bytes
 
     def reset(self) -> None:
-        """Forget what the session has computed."""
-        self._session.reset()
+        """Forget what the session has computed. Raises BadRequest while another call works."""
+        with self._alone():
+            self._session.reset()
 
     def engram_stats(self) -> EngramStats:
         """Table rows asked for, found in memory and read since the start."""
@@ -198,9 +203,14 @@ class Engine:
         """
         _check_tokens(token_ids, 0, self.config, self.context_tokens)
         T = len(token_ids)
-        wanted = np.arange(T) if positions is None else np.array(positions, dtype=np.int64)
+        wanted = np.arange(T) if positions is None else _int64("positions", positions)
         if wanted.size and not (0 <= wanted.min() and wanted.max() < T):
             raise BadRequest(f"positions must be from 0 to {T - 1}, the prompt's last token")
+        with self._alone():
+            return self._logits(token_ids, wanted)
+
+    def _logits(self, token_ids: Sequence[int], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        T = len(token_ids)
         state = SessionState(self.config)
         result = np.empty((len(wanted), self.config.vocab_size), dtype=np.float32)
         for first in range(0, T, self._chunk_tokens):
@@ -208,7 +218,7 @@ class Engine:
             rows = None
             if self._engram is not None:
                 known = token_ids[max(first - self._engram.hash.history_tokens, 0) : first]
-                rows = self._engram.prefetch(_int64(chunk), _int64(known))
+                rows = self._engram.prefetch(np.array(chunk), np.array(known, dtype=np.int64))
             streams, pre = self._model.decode(self._model.encode(chunk, state, rows), state)
             inside = np.flatnonzero((wanted >= first) & (wanted < first + len(chunk)))
             mx.eval(*state.arrays())
@@ -241,7 +251,9 @@ class Engine:
         if max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}, it must be at least 1")
         _check_tokens(token_ids, max_tokens, self.config, self.context_tokens)
-        return self._generate(token_ids, max_tokens, Sampler(sampling), ignore_eos, on_progress)
+        return self._generate(
+            tuple(token_ids), max_tokens, Sampler(sampling), ignore_eos, on_progress
+        )
 
     def _generate(
         self,
@@ -251,21 +263,41 @@ class Engine:
         ignore_eos: bool,
         on_progress: Callable[[int, int], None] | None,
     ) -> Generator[int, None, Literal["stop", "length"]]:
-        logits = self._session.sync(token_ids, on_progress)
-        timeline = self._session.timeline
-        for left in range(max_tokens, 0, -1):
-            # The id must reach the host each step: the next token's Engram rows depend on it.
+        with self._alone():
+            logits = self._session.sync(token_ids, on_progress)
+            timeline = self._session.timeline
+            if not mx.isfinite(logits).all().item():
+                raise ModelFileError(
+                    f"the logits are no numbers, so weights of {self.directory} are damaged: "
+                    "delete its shards and fetch them again"
+                )
             token_id = cast(int, sampler(logits).item())
+        for left in range(max_tokens, 0, -1):
             if token_id == self.config.eos_token_id and not ignore_eos:
                 return "stop"
             yield token_id
-            if left > 1:
+            if left == 1:
+                break
+            with self._alone():
                 if self._session.timeline != timeline:
                     raise BadRequest(
                         "the session has gone on to another prompt; start generate again"
                     )
-                logits = self._session.step(token_id)
+                # The id must reach the host each step: the next Engram rows depend on it.
+                token_id = cast(int, sampler(self._session.step(token_id)).item())
         return "length"
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """Hold the device's state; a call from another thread, or from a callback, is refused."""
+        if self._is_closed:
+            raise BadRequest("the engine is closed: load the model again")
+        if not self._work.acquire(blocking=False):
+            raise BadRequest("the engine is at work for another call: wait until it has returned")
+        try:
+            yield
+        finally:
+            self._work.release()
 
     def respond(
         self,
@@ -278,7 +310,8 @@ class Engine:
         return respond(self, request, on_progress=on_progress, cancelled=cancelled)
 
     def close(self) -> None:
-        """Close the table files."""
+        """Close the table files; every later call is refused."""
+        self._is_closed = True
         if self._engram is not None:
             self._engram.close()
 
@@ -301,7 +334,7 @@ def _check_tokens(
     T = len(token_ids)
     if T == 0:
         raise BadRequest("the prompt is empty: give at least one token")
-    ids = _int64(token_ids)
+    ids = _int64("token ids", token_ids)
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise BadRequest(
             f"a prompt's token ids must be from 0 to {config.vocab_size - 1}, "
@@ -316,5 +349,8 @@ def _check_tokens(
         )
 
 
-def _int64(token_ids: Sequence[int]) -> NDArray[np.int64]:
-    return np.array(token_ids, dtype=np.int64)
+def _int64(what: str, numbers: Sequence[int]) -> NDArray[np.int64]:
+    array = np.array(numbers) if len(numbers) else np.empty(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRequest(f"{what} must be one list of integers within 64 bits")
+    return array.astype(np.int64)

@@ -133,6 +133,8 @@ class SessionState:
             for source in sources
             if config.compress_ratios[source] > 1
         }
+        # What waits for the thread that made it cannot be computed by another.
+        mx.eval(list(self.arrays()))
 
     def arrays(self) -> Iterator[mx.array]:
         """Every array of the state: what a step must have computed before the next one starts."""

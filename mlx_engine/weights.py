@@ -14,6 +14,12 @@ import mlx.core as mx
 from mlx_engine.config import TILE
 
 
+def _computed(x: mx.array) -> mx.array:
+    """The array, computed now: left to wait, only the thread that made it could use it."""
+    mx.eval(x)
+    return x
+
+
 @dataclass(frozen=True)
 class Fp8:
     """A dense weight [.., N, K] in e4m3 with one e8m0 scale per 32 x 32 tile.
@@ -31,7 +37,7 @@ class Fp8:
 
         Adds 1/32 of the weight; made on first use, so a path with kernels of ours never has it.
         """
-        return mx.repeat(self.scale, TILE, axis=-2)[..., : self.weight.shape[-2], :]
+        return _computed(mx.repeat(self.scale, TILE, axis=-2)[..., : self.weight.shape[-2], :])
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,9 @@ class MhcWeights:
         columns = self.base.shape[0]
         hc = isqrt(columns + 1) - 1  # columns = (hc + 1)^2 - 1
         counts = (hc, hc, hc * hc)
-        return mx.concatenate([mx.repeat(self.scale[i], n) for i, n in enumerate(counts)])
+        return _computed(
+            mx.concatenate([mx.repeat(self.scale[i], n) for i, n in enumerate(counts)])
+        )
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> NDArray
     if yarn is not None:
         low, high = yarn_bounds(dim, theta, yarn)
         # A ramp of no width would divide by zero.
-        width = max(high - low, 0.001)
+        width = high - low or 0.001
         ramp = np.clip((i - low) / width, 0, 1)
         frequencies = frequencies * (1 - ramp) + frequencies / yarn.factor * ramp
     return frequencies.astype(np.float32)
