@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from mlx_engine.errors import ModelFileError
 
+# Far beyond the release's 384: a damaged number must not become a list of a billion names.
+_MAX_EXPERTS = 1 << 14
+
 # Inputs that share a scale in the released weights; in FP8 as many outputs share it too.
 TILE = 32
 
@@ -176,6 +179,12 @@ def _check_shapes(config: ModelConfig) -> None:
         raise ModelFileError(
             f"num_experts_per_tok is {config.num_experts_per_tok}, "
             f"but there are {config.n_routed_experts} n_routed_experts"
+        )
+    drafts = config.draft.n_routed_experts if config.draft else 0
+    if max(config.n_routed_experts, drafts) > _MAX_EXPERTS:
+        raise ModelFileError(
+            f"{max(config.n_routed_experts, drafts)} experts a layer pass the limit of "
+            f"{_MAX_EXPERTS}, so config.json is damaged: fetch it again"
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
         if getattr(config, name) >= config.vocab_size:

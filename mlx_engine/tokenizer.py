@@ -102,8 +102,10 @@ class Tokenizer:
             added_ids = {token["content"]: token["id"] for token in content["added_tokens"]}
             plain = tokenizers.Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
         except Exception as error:  # the library raises nothing narrower
+            # A decoder's error shows all of its input, which may be megabytes.
+            reason = f"{type(error).__name__}: {error}"[:200]
             raise ModelFileError(
-                f"this is no tokenizer ({error!r}): fetch the checkpoint's tokenizer.json again"
+                f"this is no tokenizer ({reason}): fetch the checkpoint's tokenizer.json again"
             ) from error
         return cls(plain, added_ids)
 

@@ -124,10 +124,12 @@ def test_a_single_output_group() -> None:
     [
         ("swiglu_limit", 10**400),
         ("compress_rope_theta", 1),
+        ("n_routed_experts", 10**8),
+        ("dspark_n_routed_experts", 10**9),
         ("rope_scaling", {**TINY_CONFIG["text_config"]["rope_scaling"], "beta_slow": 64}),
     ],
-    ids=["beyond a float", "theta 1", "betas that do not ascend"],
+    ids=["beyond a float", "theta 1", "experts", "draft experts", "betas that do not ascend"],
 )
-def test_numbers_that_the_rotation_cannot_use(key: str, value: Any) -> None:
+def test_numbers_of_a_damaged_configuration(key: str, value: Any) -> None:
     with pytest.raises(ModelFileError):
         parse_config({**TINY_CONFIG, "text_config": {**TINY_CONFIG["text_config"], key: value}})

@@ -221,3 +221,9 @@ def test_missing_and_broken_files(tmp_path: Path):
 def test_a_lone_surrogate_is_refused():
     with pytest.raises(BadRequest, match="character 2"):
         tiny_tokenizer().encode_text("ab\ud800")
+
+
+def test_a_tokenizer_file_of_noise_is_not_shown_in_full() -> None:
+    with pytest.raises(ModelFileError, match="no tokenizer") as caught:
+        Tokenizer.from_json(b"\xff\xfe" * 100_000)
+    assert len(str(caught.value)) < 400
