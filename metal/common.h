@@ -1,4 +1,4 @@
-// What the kernels share: the checkpoint's number formats, and sums over threads.
+// What the kernels share: the checkpoint's number formats, the experts' activation, sums over threads.
 //
 // Codes are read packed, as released: e4m3 four to a 32-bit word and e2m1 eight, lowest first.
 // Scales are e8m0 bytes, powers of two, which a kernel turns into a float by placing the exponent.
@@ -23,6 +23,14 @@ inline float e2m1(uint code) {
     // As above: exponent and mantissa at an f16's place are the value times 2^-14.
     const ushort bits = ushort((code & 0x8u) << 12 | (code & 0x7u) << 9);
     return float(as_type<half>(bits)) * 16384.0f;
+}
+
+// silu(min(gate, limit)) * clip(up, -limit, limit).
+inline float clamped_swiglu(float gate, float up, float limit) {
+    gate = min(gate, limit);
+    // e^-|gate| cannot overflow; the sigmoid is 1 / (1 + e) or e / (1 + e).
+    const float e = exp(-abs(gate));
+    return gate * (gate < 0.0f ? e : 1.0f) / (1.0f + e) * clamp(up, -limit, limit);
 }
 
 // The sum of a value over all threads of a group, the same on every thread. `scratch` holds a float

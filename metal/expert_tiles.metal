@@ -88,13 +88,6 @@ inline void list_tiles(
     }
 }
 
-inline float clamped_swiglu(float gate, float up, float limit) {
-    gate = min(gate, limit);
-    // e^-|gate| cannot overflow; the sigmoid is 1 / (1 + e) or e / (1 + e).
-    const float e = exp(-abs(gate));
-    return gate * (gate < 0.0f ? e : 1.0f) / (1.0f + e) * clamp(up, -limit, limit);
-}
-
 // A thread's share of a group of x: row `thread_index / 8` and on, 4 values each. Rows from `rows`
 // on are zero. `place` gives a row's place in x.
 template <typename T, uint M>

@@ -102,13 +102,6 @@ inline void add_products(
     }
 }
 
-inline float clamped_swiglu(float gate, float up, float limit) {
-    gate = min(gate, limit);
-    // e^-|gate| cannot overflow; the sigmoid is 1 / (1 + e) or e / (1 + e).
-    const float e = exp(-abs(gate));
-    return gate * (gate < 0.0f ? e : 1.0f) / (1.0f + e) * clamp(up, -limit, limit);
-}
-
 // The sums over K of GATE_ROWS rows of w1 and of w3 for every token with a slot: sum[t][row].
 template <typename F, typename T, uint TOKENS, uint K, typename Scales>
 inline void gate_up_products(
