@@ -6,11 +6,13 @@ a file or a range of it. It announces no Xet storage, and can fail on demand.
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 REPO = "somebody/tiny"
@@ -29,6 +31,16 @@ class Hub:
     break_after: dict[str, int] = field(default_factory=dict[str, int])
     # File and Range header of every request for content.
     fetched: list[tuple[str, str | None]] = field(default_factory=list[tuple[str, str | None]])
+
+
+class QuietServer(ThreadingHTTPServer):
+    """Says nothing of a client that goes away: the tests read standard error as the command's."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -108,8 +120,7 @@ def serve(files: Mapping[str, bytes]) -> Generator[Hub]:
             if break_after is not None:
                 self.close_connection = True
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = QuietServer(("127.0.0.1", 0), Handler)
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
