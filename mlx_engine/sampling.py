@@ -1,15 +1,18 @@
-"""Logits to token: temperature, min-p, top-p and a seeded draw.
+"""How tokens are drawn: temperature, min-p, top-p and a seed.
 
-Owns the parameters with their checks and the drawing; when to stop is decided elsewhere.
+Owns the parameters with their checks and the seed's sequence; the drawing itself is ops.sampling's,
+when to stop is decided elsewhere.
 """
 
 import math
+import random
 import secrets
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_engine.errors import BadRequest
+from mlx_engine.ops.sampling import draw, greedy
 
 _SEEDS = 2**63
 
@@ -49,7 +52,8 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         seed = secrets.randbelow(_SEEDS) if sampling.seed is None else sampling.seed
-        self._key = mx.random.key(seed)
+        # On the host, where a key costs the device nothing.
+        self._keys = random.Random(seed)
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Choose a token: logits f32 [V] to its id, a uint32 scalar not yet computed.
@@ -58,25 +62,11 @@ class Sampler:
         """
         sampling = self._sampling
         if sampling.temperature == 0:
-            return mx.argmax(logits)
-        scaled = (logits - logits.max()) / max(sampling.temperature, _LEAST_TEMPERATURE)
-        if sampling.min_p > 0:
-            scaled = mx.where(scaled >= math.log(sampling.min_p), scaled, -mx.inf)
-        if sampling.top_p < 1:
-            scaled = mx.where(_nucleus(mx.softmax(scaled), sampling.top_p), scaled, -mx.inf)
-        self._key, key = mx.random.split(self._key)
-        return mx.random.categorical(scaled, key=key)
-
-
-def _nucleus(probabilities: mx.array, top_p: float) -> mx.array:
-    """Mark the fewest most likely tokens whose sum reaches `top_p`: f32 [V] to bool [V].
-
-    The least probability inside comes from a sort of the values; which of the tokens that have
-    just that one are inside is counted from the lowest id, since no order of equals is promised.
-    """
-    descending = -mx.sort(-probabilities)
-    n_inside = (mx.cumsum(descending, inclusive=False) < top_p).sum()
-    least = descending[n_inside - 1]
-    above = probabilities > least
-    equal = probabilities == least
-    return above | (equal & (mx.cumsum(equal.astype(mx.int32)) <= n_inside - above.sum()))
+            return greedy(logits)
+        return draw(
+            logits,
+            mx.random.key(self._keys.getrandbits(64)),
+            temperature=max(sampling.temperature, _LEAST_TEMPERATURE),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+        )

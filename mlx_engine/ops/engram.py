@@ -1,9 +1,19 @@
-"""Engram: n-gram memory rows, gated into each stream (section 4.4)."""
+"""Engram: n-gram memory rows, gated into each stream (section 4.4).
+
+Shapes: T tokens, hc streams, D hidden_size, E the channels of a token's rows together. With the
+kernels of metal/engram.metal three launches: rows, the product with wkv, gate.
+"""
 
 import mlx.core as mx
 
-from mlx_engine.ops.linear import fp8_linear
-from mlx_engine.weights import EngramWeights
+from mlx_engine.ops import launch
+from mlx_engine.ops.linear import fp8_linear, fp8_linear_bytes, fp8_linear_reference
+from mlx_engine.weights import EngramWeights, Fp8
+
+# Values that a thread takes at once, and the most threads of a stream's gate: two turns for 5,120.
+_VALUES = 4
+_MAX_THREADS = 640
+_ROW_THREADS = 128
 
 
 def engram_gate(
@@ -14,11 +24,44 @@ def engram_gate(
     streams: [T, hc, D]; codes: uint8 [T, columns, head_dim] e4m3; scales: uint8
     [T, columns, head_dim/32] e8m0 -> [T, hc, D].
     """
-    T, hc, D = streams.shape
+    kv = fp8_linear(memory_rows(codes, scales, streams.dtype), w.wkv)
+    return gate_value(streams, kv, w, norm_eps)
+
+
+@launch.falls_back
+@launch.falls_back
+def memory_rows(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
+    """The dequantised rows of each token, one after the other: [T, E] in an activation's dtype."""
+    compute = _rows_metal if launch.is_on("engram") else _rows_reference
+    return compute(codes, scales, dtype)
+
+
+@launch.falls_back
+@launch.falls_back
+def gate_value(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps: float) -> mx.array:
+    """The second half of `engram_gate`: kv [T, (hc+1)*D] is a key for each stream, then a value."""
+    compute = _gate_metal if launch.is_on("engram") else _gate_reference
+    return compute(streams, kv, w, norm_eps)
+
+
+def engram_gate_reference(
+    streams: mx.array, codes: mx.array, scales: mx.array, w: EngramWeights, norm_eps: float
+) -> mx.array:
+    """`engram_gate` in MLX's operations."""
+    kv = fp8_linear_reference(_rows_reference(codes, scales, streams.dtype), w.wkv)
+    return _gate_reference(streams, kv, w, norm_eps)
+
+
+def _rows_reference(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
     rows = mx.dequantize(
         codes.view(mx.uint32), scales, group_size=32, bits=8, mode="mxfp8", dtype=mx.float32
     )
-    kv = fp8_linear(rows.reshape(T, -1).astype(streams.dtype), w.wkv).astype(mx.float32)
+    return rows.reshape(codes.shape[0], -1).astype(dtype)
+
+
+def _gate_reference(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps: float) -> mx.array:
+    T, hc, D = streams.shape
+    kv = kv.astype(mx.float32)
     key = kv[:, : hc * D].reshape(T, hc, D)
     value = kv[:, None, hc * D :]
     h = streams.astype(mx.float32)
@@ -30,3 +73,91 @@ def engram_gate(
     root = mx.sqrt(mx.maximum(mx.abs(dot), 1e-6))
     gate = mx.sigmoid(mx.where(dot < 0, -root, root))
     return (h + gate[..., None] * value).astype(streams.dtype)
+
+
+def engram_gate_bytes(
+    T: int, hc: int, D: int, E: int, *, value_bytes: int, weight_bytes: int = 2
+) -> tuple[int, int, int]:
+    """Bytes that each launch of `engram_gate` must move: the rows, the product, the gate.
+
+    `value_bytes` is an activation's size, `weight_bytes` that of a value of q_weight.
+    """
+    rows = T * (E + E // 32 + E * value_bytes)
+    product = fp8_linear_bytes(T, (hc + 1) * D, E, value_bytes=value_bytes)
+    gate = T * (3 * hc + 1) * D * value_bytes + 2 * hc * D * weight_bytes + 4
+    return rows, product, gate
+
+
+_ROWS = launch.Kernel(
+    "engram",
+    "engram_rows",
+    ("codes", "scales"),
+    ("rows",),
+    """
+    engram_rows<T>(codes, scales, rows, thread_position_in_grid.x);""",
+)
+_GATE = launch.Kernel(
+    "engram",
+    "engram_gate",
+    ("streams", "kv", "q_weight", "k_weight", "norm_eps"),
+    ("out",),
+    """
+    threadgroup float scratch[SIMD];
+    engram_gate<T, W, HC, D, THREADS>(
+        streams, kv, q_weight, k_weight, norm_eps, out, scratch, threadgroup_position_in_grid.xy,
+        thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+)
+
+
+def _rows_metal(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
+    T = codes.shape[0]
+    (rows,) = _ROWS(
+        (codes.view(mx.uint32), scales),
+        template=[("T", dtype)],
+        grid=(codes.size // _VALUES, 1, 1),
+        threadgroup=(_ROW_THREADS, 1, 1),
+        shapes=[(T, codes.size // T)],
+        dtypes=[dtype],
+    )
+    return rows
+
+
+def _gate_metal(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps: float) -> mx.array:
+    T, hc, D = streams.shape
+    threads = min(_MAX_THREADS, -(-D // (32 * _VALUES)) * 32)
+    (out,) = _GATE(
+        (streams, kv, w.q_weight, w.k_weight, mx.array(norm_eps)),
+        template=[
+            *(("T", streams.dtype), ("W", w.q_weight.dtype)),
+            *(("HC", hc), ("D", D), ("THREADS", threads)),
+        ],
+        grid=(threads * hc, T, 1),
+        threadgroup=(threads, 1, 1),
+        shapes=[streams.shape],
+        dtypes=[streams.dtype],
+    )
+    return out
+
+
+@launch.probe("engram")
+def agrees() -> bool:
+    """Whether the kernels give the reference's results in both types of activations."""
+    T, hc, D, E = 3, 4, 160, 64
+    codes = (mx.arange(T * E) * 37 % 127 + 128 * (mx.arange(T * E) % 2)).astype(mx.uint8)
+    codes = codes.reshape(T, 2, 32)
+    scales = (mx.arange(T * 2) % 3 + 120).astype(mx.uint8).reshape(T, 2, 1)
+    wave = mx.sin(mx.arange(T * (hc + 1) * D))
+    q, k = (f(mx.arange(hc * D)).reshape(hc, D).astype(mx.bfloat16) for f in (mx.sin, mx.cos))
+    no_product = Fp8(mx.zeros((1, 1), dtype=mx.uint32), mx.zeros((1, 1), dtype=mx.uint8))
+    w = EngramWeights(no_product, q, k)
+    for dtype in (mx.bfloat16, mx.float32):
+        rows = _rows_metal(codes, scales, dtype)
+        if not mx.array_equal(rows, _rows_reference(codes, scales, dtype)).item():
+            return False
+        streams = mx.cos(mx.arange(T * hc * D)).reshape(T, hc, D).astype(dtype)
+        kv = wave.reshape(T, -1).astype(dtype)
+        ours, reference = (f(streams, kv, w, 1e-20) for f in (_gate_metal, _gate_reference))
+        limit = 2.0**-7 if dtype == mx.bfloat16 else 2.0**-16
+        if not mx.all(mx.abs(ours - reference) <= limit * mx.max(mx.abs(reference))).item():
+            return False
+    return True
