@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import mlx_engine
+from mlx_engine.cli.bench import bench_app
 from mlx_engine.cli.download import download_command
 from mlx_engine.cli.run import run_command
 from mlx_engine.errors import EngineError
@@ -95,6 +96,7 @@ def _ds41(  # pyright: ignore[reportUnusedFunction]
 
 app.command("run")(run_command)
 app.command("download")(download_command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command("inspect")
