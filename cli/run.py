@@ -106,6 +106,7 @@ def run_command(
         engine = opened.load(
             dtype, prefill=prefill, cache_dir=cache_directory(), on_progress=on_progress
         )
+    terminal.fast_paths(engine.fast_paths)
     with engine, _first_ctrl_c() as cancelled:
         events = engine.respond(request, on_progress=terminal.prefill, cancelled=cancelled)
         with closing(events):

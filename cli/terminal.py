@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich import progress
 
     from mlx_engine.answer import ReasoningDelta, TextDelta
+    from mlx_engine.ops.launch import FastPaths
     from mlx_engine.respond import End, Event, Progress
 
 
@@ -48,6 +49,14 @@ class Terminal:
             if bar:
                 bar.close()
         self.load_s = time.perf_counter() - started_s
+
+    def fast_paths(self, paths: "FastPaths") -> None:
+        """Write one line that says what computes on this machine."""
+        line = "no Metal kernels, this machine computes with MLX's own operations"
+        if paths.on:
+            line = f"Metal kernels for {', '.join(paths.on)}"
+            line += f"; MLX's own operations for {', '.join(paths.off)}" if paths.off else ""
+        typer.echo(f"ds41: {line}", err=True)
 
     def prefill(self, progress: "Progress") -> None:
         """Draw how much of the prompt is done."""

@@ -4,6 +4,8 @@
 // Scales are e8m0 bytes, powers of two, which a kernel turns into a float by placing the exponent.
 
 constant constexpr uint SIMD = 32;
+// What an e2m1 code's bits at an f16's place must be multiplied with.
+constant constexpr float E2M1_UNIT = 16384.0f;
 
 // The value of an e8m0 byte: 2^(scale - 127). 255, which is no number, does not occur: the loader
 // refuses it.
@@ -22,7 +24,14 @@ inline float e4m3(uint code) {
 inline float e2m1(uint code) {
     // As above: exponent and mantissa at an f16's place are the value times 2^-14.
     const ushort bits = ushort((code & 0x8u) << 12 | (code & 0x7u) << 9);
-    return float(as_type<half>(bits)) * 16384.0f;
+    return float(as_type<half>(bits)) * E2M1_UNIT;
+}
+
+// Two e2m1 codes of a word at once, that at place i, below 4, and the one 16 bits further: their
+// values divided by E2M1_UNIT, exact as halves.
+inline half2 e2m1_pair(uint word, uint i) {
+    const uint q = word << (12 - 4 * i);
+    return as_type<half2>((q & 0x80008000u) | (q >> 3 & 0x0e000e00u));
 }
 
 // silu(min(gate, limit)) * clip(up, -limit, limit).

@@ -126,12 +126,9 @@ inline void stage_weights(
     for (uint i = 0; i < 2; i++) {
         vec<T, 4> low, high;
         for (uint j = 0; j < 4; j++) {
-            // Exponent and mantissa moved to a half's place are the value times 2^-14, subnormals
-            // included. Two codes that lie 16 bits apart move at once.
-            const uint q = words[i] << (12 - 4 * j);
-            const half2 pair = as_type<half2>((q & 0x80008000u) | (q >> 3 & 0x0e000e00u));
-            low[j] = T(float(pair.x) * 16384.0f * scale);
-            high[j] = T(float(pair.y) * 16384.0f * scale);
+            const half2 pair = e2m1_pair(words[i], j);
+            low[j] = T(float(pair.x) * E2M1_UNIT * scale);
+            high[j] = T(float(pair.y) * E2M1_UNIT * scale);
         }
         threadgroup vec<T, 4>* out = reinterpret_cast<threadgroup vec<T, 4>*>(to + 8 * i);
         out[0] = low;

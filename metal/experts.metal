@@ -4,7 +4,8 @@
 //       gate = w1[ids[t, s]] x[t], up = w3[ids[t, s]] x[t]; the shared expert is slot k, weight 1
 //   out[t] = sum over s < k of w2[ids[t, s]] act[t, s], plus shared_w2 act[t, k]
 //
-// x: T [tokens, D], ids: int [tokens, k], different within a token, w: f32 [tokens, k],
+// x: T [tokens, D], ids: int [tokens, k], different within a token, w: f32 [tokens, k], both from
+// the router's scores f32 [tokens, E] and bias f32 [E],
 // act: T [tokens, k + 1, I], out: T [tokens, D]; T is float or bfloat. Codes in words and e8m0
 // scales as released: w1, w3 [E, I, D], w2 [E, D, I] with a scale per 32 inputs, the shared ones
 // with a scale per 32 x 32 tile. Products and the sum over experts are f32, rounded once to T.
@@ -15,9 +16,11 @@
 // that several tokens chose is read once, for all of them: 2 flops a weight and token, 3.8 a byte
 // of FP4 at one token.
 //
-// gate_up: a simdgroup makes GATE_ROWS rows of act for one expert, threadgroups of 64 threads, grid
+// gate_up: a simdgroup makes GATE_ROWS rows of act for one expert, threadgroups of 256 threads, grid
 // (I / GATE_ROWS * 32, tokens * k + 1): at the released widths 8,064 simdgroups for one token, 100
-// for each of 80 cores, more than can run at once. No threadgroup memory.
+// for each of 80 cores, more than can run at once. Each threadgroup first chooses the experts by
+// the scores, a simdgroup a token, which router.metal does: 3 KB that stay in the cache, instead of
+// a launch. Threadgroup memory: 8 bytes for each of tokens * k places.
 // down: a simdgroup makes DOWN_ROWS rows of out over all experts of all tokens, so that nothing is
 // added up between threadgroups: 2,560 simdgroups, 32 a core, each with the loads of two rows under
 // way. Threadgroup memory: 12 bytes for each of tokens * k ids.
@@ -33,7 +36,7 @@ struct Fp4Format {
     typedef uint2 Words;
     static constant constexpr uint WORDS = 2;
     static constant constexpr uint APART = 4;
-    static constant constexpr float UNIT = 16384.0f;
+    static constant constexpr float UNIT = E2M1_UNIT;
 };
 struct Fp8Format {
     typedef uint4 Words;
@@ -42,15 +45,15 @@ struct Fp8Format {
     static constant constexpr float UNIT = 256.0f;
 };
 
-// Exponent and mantissa of e2m1 and e4m3 moved to a half's place are the value times 2^-14 and
-// 2^-8, subnormals included. Two codes that lie 16 bits apart in a word move at once.
+// Two codes that lie 16 bits apart in a word become halves at once.
 inline void decode(uint2 words, thread half2* w) {
     for (uint i = 0; i < 8; i++) {
-        const uint q = words[i / 4] << (12 - i % 4 * 4);
-        w[i] = as_type<half2>((q & 0x80008000u) | (q >> 3 & 0x0e000e00u));
+        w[i] = e2m1_pair(words[i / 4], i % 4);
     }
 }
 
+// Exponent and mantissa of e4m3 moved to a half's place are the value times 2^-8, subnormals
+// included.
 inline void decode(uint4 words, thread half2* w) {
     for (uint i = 0; i < 8; i++) {
         const uint q = words[i / 2] << (8 - i % 2 * 8);
@@ -130,6 +133,24 @@ inline void gate_up_products(
             }
         }
     }
+}
+
+// The choice for each of a few tokens: `ids` and `weights` [TOKENS, K], for all of a threadgroup.
+template <uint TOKENS, uint K, uint E, bool NORM, typename Scores, typename Bias>
+inline void choose_experts(
+    Scores scores,
+    Bias bias,
+    float scaling,
+    threadgroup int* ids,
+    threadgroup float* weights,
+    uint simdgroups,
+    uint simdgroup,
+    uint lane) {
+    for (uint t = simdgroup; t < TOKENS; t += simdgroups) {
+        router_choose<K, E, NORM>(
+            scores + t * E, bias, scaling, ids + t * K, weights + t * K, lane);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // One simdgroup's rows of act, from `row` on. `place` 0 is the shared expert, others the pairs of

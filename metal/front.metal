@@ -11,10 +11,12 @@
 //
 // One threadgroup of D/2 threads a row, a pair of channels a thread: pairs are what RoPE turns, and
 // a group's largest value is found by shuffles within half a simdgroup. 32 floats of threadgroup
-// memory. attention_front has a second threadgroup for each token, for the norm of q's latent
-// [Q, L]. A decode step has 3.6 KB for it, far too little to fill 80 cores: what it saves is
-// launches, one in the place of two norms, a rotation, a rounding and a packing. About 2 FLOP for
-// each byte.
+// memory. index_queries rounds a head's query to values of T, and multiplies the head's row of
+// weights [K] with x [K] too. attention_front has a second threadgroup for each token, for the norm of q's latent
+// [Q, L], and for a decode step one for each row of the window's ring, which is copied with the new
+// row in it. That is 140 KB, far too little to fill 80 cores: what it saves is launches, one in the
+// place of two norms, a rotation, a rounding, a packing and the update. About 2 FLOP for each byte
+// of the new row.
 
 constant constexpr int WINDOW_ROW = 0;
 constant constexpr int COMPRESSED_ROW = 1;
@@ -67,6 +69,11 @@ inline float e8m0_reciprocal(uint scale) {
     return as_type<float>((254u - scale) << 23);
 }
 
+// The scale of 32 channels of an index key; the smallest amax is 6 * 2^-126.
+inline uint index_scale(float largest) {
+    return e8m0_ceil(max(largest, as_type<float>(0x01c00000u)) * (1.0f / 6.0f));
+}
+
 // Round channels 2 * pair and 2 * pair + 1 of a row; `codes` and `scales` point at the row's.
 template <int FORMAT>
 inline void pack_pair(float2 x, uint pair, device uchar* codes, device uchar* scales, uint lane) {
@@ -86,8 +93,7 @@ inline void pack_pair(float2 x, uint pair, device uchar* codes, device uchar* sc
         const float value = e4m3(scale);
         codes[pair] = uchar(e2m1_code(x.x / value) | e2m1_code(x.y / value) << 4);
     } else {
-        // The smallest amax is 6 * 2^-126.
-        scale = e8m0_ceil(max(largest, as_type<float>(0x01c00000u)) * (1.0f / 6.0f));
+        scale = index_scale(largest);
         const float over = e8m0_reciprocal(scale);
         codes[pair] = uchar(e2m1_code(x.x * over) | e2m1_code(x.y * over) << 4);
     }
@@ -101,6 +107,16 @@ template <int FORMAT, int D>
 inline void pad_row(device uchar* row, uint thread_index) {
     if (thread_index < uint(4 * row_words(FORMAT, D) - row_bytes(FORMAT, D))) {
         row[row_bytes(FORMAT, D) + thread_index] = 0;
+    }
+}
+
+// A window's row as it was, by D/2 threads: WINDOW_ROW words.
+template <int D>
+inline void copy_row(
+    const device uint* from, device uint* to, uint row, uint thread_index) {
+    constexpr uint WORDS = row_words(WINDOW_ROW, D);
+    for (uint i = thread_index; i < WORDS; i += D / 2) {
+        to[row * WORDS + i] = from[row * WORDS + i];
     }
 }
 
@@ -130,6 +146,13 @@ template <typename T, typename Weight>
 inline float2 normed_pair(float2 x, float r, Weight weight) {
     return float2(
         float(T(float(weight[0]) * (x.x * r))), float(T(float(weight[1]) * (x.y * r))));
+}
+
+// A pair turned by its position's angle, rounded to T.
+template <typename T, typename Table>
+inline float2 turned_pair(float2 x, Table cos, Table sin) {
+    return float2(
+        float(T(x.x * cos[0] + x.y * sin[0])), float(T(x.y * cos[1] + x.x * sin[1])));
 }
 
 // One row, by all D/2 threads of a group: `rows` and `gates` point at its first, `cos` and `sin` at
@@ -162,10 +185,7 @@ inline void cached_row(
         latent[channel + 1] = T(x.y);
     }
     if (int(channel) >= D - R) {
-        const uint pair = channel - (D - R);
-        x = float2(
-            float(T(x.x * cos[pair] + x.y * sin[pair])),
-            float(T(x.y * cos[pair + 1] + x.x * sin[pair + 1])));
+        x = turned_pair<T>(x, cos + (channel - (D - R)), sin + (channel - (D - R)));
     }
     pack_pair<FORMAT>(x, thread_index, codes, scales, lane);
 }
@@ -195,4 +215,45 @@ inline void normed_latent(
         out[i] = T(pair.x);
         out[i + 1] = T(pair.y);
     }
+}
+
+// A query of the indexer, by D/2 threads: `out` T [D] are the values of its codes.
+template <typename T, int D, int R, typename Table>
+inline void rounded_query(
+    const device T* q, Table cos, Table sin, device T* out, uint thread_index) {
+    constexpr int LANES = group_of(INDEX_KEY) / 2;
+    const uint channel = 2 * thread_index;
+    float2 x = float2(float(q[channel]), float(q[channel + 1]));
+    if (int(channel) >= D - R) {
+        x = turned_pair<T>(x, cos + (channel - (D - R)), sin + (channel - (D - R)));
+    }
+    float largest = max(abs(x.x), abs(x.y));
+    for (ushort step = LANES / 2; step > 0; step /= 2) {
+        largest = max(largest, simd_shuffle_xor(largest, step));
+    }
+    const uint scale = index_scale(largest);
+    const float value = e8m0(scale);
+    const float over = e8m0_reciprocal(scale);
+    out[channel] = T(e2m1(e2m1_code(x.x * over)) * value);
+    out[channel + 1] = T(e2m1(e2m1_code(x.y * over)) * value);
+}
+
+// The weight of one of H index heads, by D/2 threads, the same on each; K is a multiple of 4.
+template <typename T, typename W, int D, int K, int H>
+inline float head_weight(
+    const device T* x,
+    const device W* weights,
+    threadgroup float* scratch,
+    uint thread_index,
+    uint simdgroup,
+    uint lane) {
+    float sum = 0.0f;
+    for (uint i = 4 * thread_index; i < K; i += 2 * D) {
+        const vec<T, 4> a = *reinterpret_cast<const device vec<T, 4>*>(x + i);
+        const vec<W, 4> b = *reinterpret_cast<const device vec<W, 4>*>(weights + i);
+        for (uint j = 0; j < 4; j++) {
+            sum += float(a[j]) * float(b[j]);
+        }
+    }
+    return group_sum(sum, scratch, D / 64, simdgroup, lane) * precise::rsqrt(float(D) * float(H));
 }

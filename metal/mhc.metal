@@ -22,11 +22,12 @@
 //   2. A threadgroup of 16 simdgroups a token adds up the parts, normalises x, and its first
 //      simdgroup makes the coefficients, the 4 x 4 matrix in 16 lanes. 104 bytes of threadgroup
 //      memory. For one token this is one core's work on 30 KB; it cannot start before the sums.
+//      Before the experts it stands beside the router's scores, in router.metal.
 // Collapse alone is a threadgroup a token, expand alone a thread a channel and token.
 
 constant constexpr uint HC = 4;
 constant constexpr uint COLUMNS = (2 + HC) * HC;
-// The products with fn, the streams' squares, and the collapsed input's where there is one.
+// The products with fn, the streams' squares, and the collapsed input's.
 constant constexpr uint SUMS = COLUMNS + 2;
 constant constexpr uint SLICE = 64;
 constant constexpr uint SLICE_SIMDGROUPS = 8;
@@ -95,8 +96,8 @@ inline void load_slice(
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// A slice's part of the products with fn and of the squares: `sums` [tokens, slices, COUNT].
-template <int M, int D, int COUNT>
+// A slice's part of the products with fn and of the squares: `sums` [tokens, slices, SUMS].
+template <int M, int D>
 inline void sum_slice(
     threadgroup const float* values,
     const device float* fn,
@@ -134,7 +135,7 @@ inline void sum_slice(
     }
     const uint own = at.y * M + lane / EACH;
     if (lane < M * EACH && own < tokens) {
-        sums[(own * SLICES + at.x) * COUNT + column + lane % EACH] = mine;
+        sums[(own * SLICES + at.x) * SUMS + column + lane % EACH] = mine;
     }
     // A simdgroup a token.
     if (simdgroup < M) {
@@ -146,7 +147,7 @@ inline void sum_slice(
         squares = simd_sum(squares);
         const uint token = at.y * M + simdgroup;
         if (lane == 0 && token < tokens) {
-            sums[(token * SLICES + at.x) * COUNT + COLUMNS] = squares;
+            sums[(token * SLICES + at.x) * SUMS + COLUMNS] = squares;
         }
     }
 }
@@ -184,27 +185,21 @@ inline void collapse_slice(
     }
 }
 
-// The totals of a token's COUNT sums, to threadgroup memory.
-template <int D, int COUNT>
-inline void total_sums(
-    const device float* sums,
-    threadgroup float* totals,
-    uint token,
-    uint simdgroups,
-    uint simdgroup,
-    uint lane) {
+// One of a token's sums, by a simdgroup.
+template <int D>
+inline float total_sum(const device float* sums, uint token, uint s, uint lane) {
     constexpr uint SLICES = (D + SLICE - 1) / SLICE;
-    for (uint s = simdgroup; s < COUNT; s += simdgroups) {
-        float total = 0.0f;
-        for (uint i = lane; i < SLICES; i += SIMD) {
-            total += sums[(token * SLICES + i) * COUNT + s];
-        }
-        total = simd_sum(total);
-        if (lane == 0) {
-            totals[s] = total;
-        }
+    float total = 0.0f;
+    for (uint i = lane; i < SLICES; i += SIMD) {
+        total += sums[(token * SLICES + i) * SUMS + s];
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    return simd_sum(total);
+}
+
+// One over the root of the mean of a collapsed input's squares.
+template <int D>
+inline float norm_factor(float squares, float norm_eps) {
+    return rsqrt(squares / float(D) + norm_eps);
 }
 
 // The mixing weights of a token from its totals, in one simdgroup.
@@ -267,10 +262,44 @@ inline void scale_to_norm(
     device T* x,
     uint threads,
     uint thread_index) {
-    const float r = rsqrt(squares / float(D) + norm_eps);
+    const float r = norm_factor<D>(squares, norm_eps);
     for (uint d = thread_index; d < D; d += threads) {
         x[d] = T(float(collapsed[d]) * r * float(norm_weight[d]));
     }
+}
+
+// The second launch for a token, by a threadgroup: coefficients and x. `totals` holds SUMS floats.
+template <typename T, typename W, int D, int ITERS, typename P, typename Q>
+inline void finish(
+    const device float* sums,
+    const device float* base,
+    P scale,
+    Q epsilons,
+    const device T* collapsed,
+    const device W* norm_weight,
+    device float* pre,
+    device float* post,
+    device float* comb,
+    device T* x,
+    threadgroup float* totals,
+    uint token,
+    uint threads,
+    uint thread_index,
+    uint simdgroup,
+    uint lane) {
+    for (uint s = simdgroup; s < SUMS; s += threads / SIMD) {
+        const float total = total_sum<D>(sums, token, s, lane);
+        if (lane == 0) {
+            totals[s] = total;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup == 0) {
+        coefficients<D, ITERS>(totals, base, scale, epsilons, pre, post, comb, token, lane);
+    }
+    scale_to_norm<T, W, D>(
+        collapsed + token * D, norm_weight, totals[COLUMNS + 1], epsilons[1], x + token * D,
+        threads, thread_index);
 }
 
 // Collapse and norm of a token by one threadgroup; `collapsed` holds D values, `scratch` 32.

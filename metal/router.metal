@@ -1,18 +1,22 @@
-// The router: which experts see a token, and with what weight, in two launches.
+// The router: which experts see a token, and with what weight (docs/model.md, section 3.7).
 //
 //   score[t, e] = sqrt(softplus(gate[e] x[t] / temp))
 //   ids[t] = the k experts of the largest score + bias, ties to the lowest, ascending
 //   weights[t, j] = score[t, ids[t, j]] / (their sum + 1e-20 if NORM, else 1) * scaling
 //
-// x: T [tokens, D], gate: W [E, D], float or bfloat, bias: float [E]; scores: float [tokens, E],
-// ids: int [tokens, k], weights: float [tokens, k]. All sums are f32.
+// x[t] is made where it is read, T(collapsed * r * norm_weight) as in mhc.metal, whose sums over
+// slices are read for r. collapsed: T [tokens, D], norm_weight N [D], gate: W [E, D], T, N and W
+// float or bfloat, bias: float [E]; scores: float [tokens, E], ids: int [tokens, k], weights:
+// float [tokens, k]. All sums are f32.
 //
 // router_scores: a threadgroup of 128 threads an expert, which reads its row once for up to 8
-// tokens; grid E * 128. At the released widths 3.9 MB over 384 threadgroups of 4
-// simdgroups, 19 simdgroups for each of 80 cores; one simdgroup a row would be 5. 2 flops for each
-// 2 bytes at one token. Threadgroup memory: 128 bytes.
+// tokens; grid (E + tokens) * 128, where the last ones finish mhc.metal's second launch. At the
+// released widths 3.9 MB over 384 threadgroups of 4 simdgroups, 19 simdgroups for each of 80 cores;
+// one simdgroup a row would be 5. 2 flops for each 2 bytes at one token. Threadgroup memory: 128
+// bytes.
 // router_choose: a simdgroup a token, E / 32 neighbouring scores in each lane's registers; k rounds
-// of two simd operations. It reads 1.5 KB a token: its time is that of a launch.
+// of two simd operations. It reads 1.5 KB a token; experts.metal calls it in each threadgroup that
+// needs the choice.
 
 constant constexpr uint VALUES = 8;
 
@@ -31,9 +35,13 @@ inline float log_one_plus(float x) {
 }
 
 // The scores of one expert for TOKENS tokens.
-template <typename T, typename W, uint TOKENS, uint D, uint E>
+template <
+    typename T, typename N, typename W, uint TOKENS, uint D, uint E>
 inline void router_scores(
-    const device T* x,
+    const device float* sums,
+    float norm_eps,
+    const device T* collapsed,
+    const device N* norm_weight,
     const device W* gate,
     float temp,
     device float* scores,
@@ -45,22 +53,28 @@ inline void router_scores(
     uint lane) {
     const device W* row = gate + expert * D;
     float sum[TOKENS];
+    float r[TOKENS];
     for (uint t = 0; t < TOKENS; t++) {
         sum[t] = 0.0f;
+        r[t] = norm_factor<D>(total_sum<D>(sums, t, COLUMNS + 1, lane), norm_eps);
     }
     for (uint d = thread_index * VALUES; d < D; d += threads * VALUES) {
         float w[VALUES];
+        float norm[VALUES];
         for (uint i = 0; i < VALUES; i += 4) {
             const vec<W, 4> v = *reinterpret_cast<const device vec<W, 4>*>(row + d + i);
+            const vec<N, 4> n = *reinterpret_cast<const device vec<N, 4>*>(norm_weight + d + i);
             for (uint j = 0; j < 4; j++) {
                 w[i + j] = float(v[j]);
+                norm[i + j] = float(n[j]);
             }
         }
         for (uint t = 0; t < TOKENS; t++) {
             for (uint i = 0; i < VALUES; i += 4) {
-                const vec<T, 4> v = *reinterpret_cast<const device vec<T, 4>*>(x + t * D + d + i);
+                const vec<T, 4> v =
+                    *reinterpret_cast<const device vec<T, 4>*>(collapsed + t * D + d + i);
                 for (uint j = 0; j < 4; j++) {
-                    sum[t] += float(v[j]) * w[i + j];
+                    sum[t] += float(T(float(v[j]) * r[t] * norm[i + j])) * w[i + j];
                 }
             }
         }
@@ -82,13 +96,14 @@ inline uint float_order(float x) {
 }
 
 // One simdgroup chooses the experts of one token; the pointers are the token's.
-template <uint K, uint E, bool NORM, typename Scores, typename Bias>
+template <
+    uint K, uint E, bool NORM, typename Scores, typename Bias, typename Ids, typename Weights>
 inline void router_choose(
     Scores scores,
     Bias bias,
     float scaling,
-    device int* ids,
-    device float* weights,
+    Ids ids,
+    Weights weights,
     uint lane) {
     constexpr uint OWN = (E + SIMD - 1) / SIMD;
     float score[OWN];

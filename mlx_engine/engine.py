@@ -24,6 +24,8 @@ from mlx_engine.engram import EngramHash, EngramReader
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ContextTooLong, ModelFileError
 from mlx_engine.model import Model
+from mlx_engine.ops import launch
+from mlx_engine.ops.launch import FastPaths
 from mlx_engine.respond import Event, Progress, Request, respond
 from mlx_engine.sampling import Sampler, Sampling
 from mlx_engine.session import CHUNK_TOKENS, Prefill, Session
@@ -102,7 +104,7 @@ class OpenModel:
         cache_dir: Path | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
-        """Read the weights.
+        """Start this machine's kernels, and read the weights.
 
         dtype: of the activations between sublayers. prefill: "full" runs all layers on all tokens
         of a prompt, for comparison. chunk_tokens: how many tokens of a prompt pass the layers at
@@ -117,6 +119,7 @@ class OpenModel:
             raise BadRequest(f"prefill is {prefill!r}, it must be short or full")
         if chunk_tokens < 1:
             raise BadRequest(f"chunk_tokens is {chunk_tokens}, it must be at least 1")
+        launch.start_here()
         engram = _open_engram(self.checkpoint, cache_dir)
         try:
             weights = load_weights(
@@ -183,6 +186,11 @@ class Engine:
     def state_bytes(self) -> int:
         """Bytes that the session's state holds in memory."""
         return self._session.state_bytes
+
+    @property
+    def fast_paths(self) -> FastPaths:
+        """Which of our kernels compute in this process, and which are left to MLX's operations."""
+        return launch.fast_paths()
 
     def reset(self) -> None:
         """Forget what the session has computed. Raises BadRequest while another call works."""

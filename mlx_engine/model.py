@@ -16,41 +16,76 @@ from mlx_engine.config import ModelConfig
 from mlx_engine.engram import EngramRows
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
 from mlx_engine.ops.attention import SelectedRows, sparse_attention
-from mlx_engine.ops.compressor import compressed_rows, index_keys, pool_groups
 from mlx_engine.ops.engram import engram_gate
 from mlx_engine.ops.experts import moe
+from mlx_engine.ops.front import attention_front, encoded_keys, index_queries, pooled_rows
 from mlx_engine.ops.head import head_logits
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries, choose_rows
-from mlx_engine.ops.linear import fp8_linear, grouped_output, linear_f32
-from mlx_engine.ops.mhc import mhc_coefficients, mhc_collapse_norm, mhc_expand
-from mlx_engine.ops.norm import rms_norm
-from mlx_engine.ops.rope import Rotation, rotate, rotation
-from mlx_engine.ops.router import route
+from mlx_engine.ops.linear import (
+    fp8_linear,
+    fp8_linear_pair,
+    grouped_output,
+    linear_f32,
+    linear_f32_pair,
+)
+from mlx_engine.ops.mhc import (
+    MhcSublayer,
+    Mixing,
+    mhc_between,
+    mhc_collapse_norm,
+    mhc_enter,
+    mhc_expand,
+)
+from mlx_engine.ops.rope import Rotation, rotation
+from mlx_engine.ops.router import Router, mhc_route
 from mlx_engine.state import SessionState
 from mlx_engine.weights import AttentionWeights, FfnWeights, IndexerWeights, MhcWeights, Weights
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses from the encoder layers to the decoder layers, for the last T tokens.
+    """What enters a layer, for the last T tokens: its streams as the attention reads them.
 
-    streams: [T, hc, D] and x: [T, D], the normed attention input of the last kv source, whose
+    streams: [T, hc, D]; x: [T, D], the attention's normed input; mixing: its coefficients. That of
+    the last kv source crosses from the encoder layers to the decoder layers, when the source's
     compressed rows and index keys are published already.
     """
 
     streams: mx.array
     x: mx.array
+    mixing: Mixing
 
     def last(self, tokens: int) -> "Boundary":
         """The part of the last `tokens` tokens."""
         first = max(self.x.shape[0] - tokens, 0)
-        return self if first == 0 else Boundary(self.streams[first:], self.x[first:])
+        if first == 0:
+            return self
+        return Boundary(self.streams[first:], self.x[first:], self.mixing.last(tokens))
 
     def then(self, later: "Boundary") -> "Boundary":
         """This part and the one that follows it."""
         return Boundary(
-            mx.concatenate([self.streams, later.streams]), mx.concatenate([self.x, later.x])
+            mx.concatenate([self.streams, later.streams]),
+            mx.concatenate([self.x, later.x]),
+            self.mixing.then(later.mixing),
         )
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Every array of it: what must have been computed before it waits for a later chunk."""
+        return self.streams, self.x, self.mixing.pre, self.mixing.post, self.mixing.comb
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A layer's output h [T, D], and the streams and coefficients to write it back with."""
+
+    h: mx.array
+    streams: mx.array
+    mixing: Mixing
+
+    def written(self) -> mx.array:
+        """The streams with the output in them: [T, hc, D]."""
+        return mhc_expand(self.h, self.streams, self.mixing.post, self.mixing.comb)
 
 
 @dataclass
@@ -60,7 +95,7 @@ class _Chunk:
     end: int
     plain: Rotation
     compressed: Rotation
-    selections: dict[int, mx.array | None] = field(default_factory=dict[int, mx.array | None])
+    selections: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
     candidates: mx.array | None = None
 
     def at(self, plan: LayerPlan, tokens: int) -> Rotation:
@@ -95,19 +130,19 @@ class Model:
 
         After this nothing above needs the past but through those rows and its own windows.
         """
-        T = len(token_ids)
+        T, hc = len(token_ids), self.config.hc_mult
         chunk = self._chunk(state.position + T, T)
-        ids = mx.array(np.asarray(token_ids, dtype=np.int32))
-        hc = self.config.hc_mult
-        embedded = self.weights.embed[ids].astype(self.dtype)
-        streams = mx.repeat(embedded[:, None, :], hc, axis=1)
-        pre = mx.zeros((T, hc)) + (mx.arange(hc) == 0)  # the first layer reads stream 0
+        ids = mx.array(np.asarray(token_ids, dtype=np.int32).repeat(hc).reshape(T, hc))
+        streams = self.weights.embed[ids].astype(self.dtype)
+        first_only = mx.array(np.eye(1, hc, dtype=np.float32).repeat(T, axis=0))
+        entered = self._enter(0, streams, first_only, engram_rows)
         for layer in range(self.config.last_kv_source):
-            streams, x = self._enter(layer, streams, pre, engram_rows, state)
-            streams, pre = self._block(layer, streams, x, T, chunk, state)
-        streams, x = self._enter(self.config.last_kv_source, streams, pre, engram_rows, state)
+            self._publish(layer, entered.x, state)
+            output = self._block(layer, entered, T, chunk, state)
+            entered = self._between(output, layer + 1, engram_rows)
+        self._publish(self.config.last_kv_source, entered.x, state)
         state.position += T
-        return Boundary(streams, x)
+        return entered
 
     def decode(
         self, boundary: Boundary, state: SessionState, *, is_narrow: bool = False
@@ -120,18 +155,17 @@ class Model:
         """
         T, config = boundary.x.shape[0], self.config
         chunk = self._chunk(state.position, T)
-        streams, x = boundary.streams, boundary.x
-        pre: mx.array | None = None
-        for layer in range(config.last_kv_source, config.num_hidden_layers):
-            if pre is not None:
-                norm = self.weights.layers[layer].attn_norm
-                x = mhc_collapse_norm(streams, pre, norm, config.rms_norm_eps)
-            queries = min(x.shape[0], config.reach_tokens(layer + 1)) if is_narrow else T
+        top = config.num_hidden_layers - 1
+        for layer in range(config.last_kv_source, top + 1):
+            queries = T
             if is_narrow:
-                x = x[-config.reach_tokens(layer) :]
-            streams, pre = self._block(layer, streams, x, queries, chunk, state)
-        assert pre is not None
-        return streams, pre
+                boundary = boundary.last(config.reach_tokens(layer))
+                queries = min(boundary.x.shape[0], config.reach_tokens(layer + 1))
+            output = self._block(layer, boundary, queries, chunk, state)
+            if layer == top:
+                return output.written(), output.mixing.pre
+            boundary = self._between(output, layer + 1, None)
+        raise AssertionError("the last kv source is one of the layers")
 
     def head(self, streams: mx.array, pre: mx.array) -> mx.array:
         """Collapse with the last sublayer's pre, norm, and multiply by the head: f32 [T, V]."""
@@ -147,58 +181,61 @@ class Model:
         )
 
     def _enter(
-        self,
-        layer: int,
-        streams: mx.array,
-        pre: mx.array,
-        engram_rows: EngramRows | None,
-        state: SessionState,
-    ) -> tuple[mx.array, mx.array]:
-        """Engram, the attention's input x [T, D], and the compressed rows made from it."""
-        plan, w, eps = self.plans[layer], self.weights.layers[layer], self.config.rms_norm_eps
+        self, layer: int, streams: mx.array, pre: mx.array, engram_rows: EngramRows | None
+    ) -> Boundary:
+        """Engram, and what the attention of a layer reads with the pre of the layer below."""
+        w = self.weights.layers[layer]
         if w.engram is not None:
             assert engram_rows is not None
             # The layers below compute while the rows arrive.
             mx.async_eval(streams, pre)
             codes, scales = engram_rows.result(layer)
-            streams = engram_gate(streams, mx.array(codes), mx.array(scales), w.engram, eps)
-        x = mhc_collapse_norm(streams, pre, w.attn_norm, eps)
-        if plan.kind is LayerKind.FULL:
-            self._publish(plan, w.attn, x, state)
-        return streams, x
+            streams = engram_gate(
+                streams, mx.array(codes), mx.array(scales), w.engram, self.config.rms_norm_eps
+            )
+        return Boundary(streams, *mhc_enter(streams, pre, self._sublayer(w.hc_attn, w.attn_norm)))
+
+    def _between(self, below: _Output, layer: int, engram_rows: EngramRows | None) -> Boundary:
+        """Write the output of the layer below back, and enter the next one."""
+        w, pre = self.weights.layers[layer], below.mixing.pre
+        if w.engram is not None:
+            return self._enter(layer, below.written(), pre, engram_rows)
+        to = self._sublayer(w.hc_attn, w.attn_norm)
+        return Boundary(*mhc_between(below.h, below.streams, below.mixing, pre, to))
 
     def _block(
-        self,
-        layer: int,
-        streams: mx.array,
-        x: mx.array,
-        queries: int,
-        chunk: _Chunk,
-        state: SessionState,
-    ) -> tuple[mx.array, mx.array]:
-        """One layer (section 3.2): x [T, D] is the attention's input, the last Q go on.
+        self, layer: int, entered: Boundary, queries: int, chunk: _Chunk, state: SessionState
+    ) -> _Output:
+        """One layer (sections 3.2, 3.7) on what has entered it; the last Q tokens go on.
 
         The hand-off is one sublayer late: the attention's pre collapses the FFN's input, and the
-        FFN's pre is returned for the next layer's.
+        FFN's pre the next layer's.
         """
-        plan, w, config = self.plans[layer], self.weights.layers[layer], self.config
-        streams = streams[-queries:]
-        pre, post, comb = self._coefficients(streams, w.hc_attn)
-        h = self._attention(plan, w.attn, x, queries, chunk, state)
-        streams = mhc_expand(h, streams, post, comb)
-        next_pre, post, comb = self._coefficients(streams, w.hc_ffn)
-        h = self._ffn(w.ffn, mhc_collapse_norm(streams, pre, w.ffn_norm, config.rms_norm_eps))
-        return mhc_expand(h, streams, post, comb), next_pre
+        w = self.weights.layers[layer]
+        streams, mixing = entered.streams[-queries:], entered.mixing.last(queries)
+        h = self._attention(self.plans[layer], w.attn, entered.x, queries, chunk, state)
+        to = self._sublayer(w.hc_ffn, w.ffn_norm)
+        streams, x, of_ffn, routing = mhc_route(
+            h, streams, mixing, mixing.pre, to, self._router(w.ffn)
+        )
+        h = moe(x, routing, w.ffn, limit=self.config.swiglu_limit)
+        return _Output(h, streams, of_ffn)
 
-    def _coefficients(
-        self, streams: mx.array, w: MhcWeights
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        return mhc_coefficients(
-            streams,
-            w,
-            iters=self.config.hc_sinkhorn_iters,
-            hc_eps=self.config.hc_eps,
-            norm_eps=self.config.rms_norm_eps,
+    def _sublayer(self, w: MhcWeights, norm_weight: mx.array) -> MhcSublayer:
+        config = self.config
+        return MhcSublayer(
+            w, norm_weight, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        )
+
+    def _router(self, w: FfnWeights) -> Router:
+        config = self.config
+        return Router(
+            w.gate_weight,
+            w.gate_bias,
+            config.num_experts_per_tok,
+            config.gate_temp,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
         )
 
     def _attention(
@@ -211,112 +248,150 @@ class Model:
         state: SessionState,
     ) -> mx.array:
         """Section 3.4: window rows from all of x [T, D], output for the last Q: [Q, D]."""
-        config, formats, eps = self.config, state.formats, self.config.rms_norm_eps
-        T, at = x.shape[0], chunk.at(plan, queries)
-        kv = rms_norm(fp8_linear(x, w.wkv), w.kv_norm, eps)
-        packed = formats.window.pack(rotate(kv, chunk.at(plan, T)))
-        window = state.windows[plan.layer].extend(packed, chunk.end - T)
-        x = x[-queries:]
-        qr = rms_norm(fp8_linear(x, w.wq_a), w.q_norm, eps)
-        q = fp8_linear(qr, w.wq_b).reshape(queries, config.num_attention_heads, config.head_dim)
-        selected = None
-        if plan.kv_source is not None and state.compressed[plan.kv_source].length:
-            if w.indexer is not None:
-                self._select(plan, w.indexer, x, qr, chunk, state)
-            assert plan.topk_source is not None
-            ids = chunk.selections[plan.topk_source]
-            selected = SelectedRows(
-                rows=state.compressed[plan.kv_source].view(),
-                visible=mx.array(chunk.visible(plan, queries)),
-                ids=None if ids is None else ids[-queries:],
-            )
+        config, formats, T = self.config, state.formats, x.shape[0]
+        at = chunk.at(plan, queries)
+        if queries == T:
+            latent, kv = fp8_linear_pair(x, w.wq_a, w.wkv)
+        else:
+            latent, kv = fp8_linear(x[-queries:], w.wq_a), fp8_linear(x, w.wkv)
+        window, first = state.windows[plan.layer], chunk.end - T
+        ring = window.ring(first, T)
+        qr, rows = attention_front(
+            latent,
+            kv,
+            w.q_norm,
+            w.kv_norm,
+            chunk.at(plan, T),
+            eps=config.rms_norm_eps,
+            fmt=formats.window,
+            ring=ring,
+        )
+        seen = window.extend(rows, first) if ring is None else window.turn(rows, first)
+        if self._is_scoring(plan, chunk, state):
+            assert w.indexer is not None
+            q, index_q = fp8_linear_pair(qr, w.wq_b, w.indexer.wq_b)
+            self._select(plan, w.indexer, index_q, x[-queries:], chunk, state)
+        else:
+            q = fp8_linear(qr, w.wq_b)
         o = sparse_attention(
-            rotate(q, at),
+            q.reshape(queries, config.num_attention_heads, config.head_dim),
             chunk.end - queries,
-            window,
-            selected,
+            seen,
+            self._selected(plan, queries, chunk, state),
             w.attn_sink,
             sliding_window=config.sliding_window,
             at=at,
             formats=formats,
+            turns_q=True,
         )
         return grouped_output(o, w.wo_a, w.wo_b)
 
-    def _publish(
-        self, plan: LayerPlan, w: AttentionWeights, x: mx.array, state: SessionState
-    ) -> None:
+    def _selected(
+        self, plan: LayerPlan, queries: int, chunk: _Chunk, state: SessionState
+    ) -> SelectedRows | None:
+        """The compressed rows that a layer's queries attend to, all visible ones if none chose."""
+        if plan.kv_source is None or not state.compressed[plan.kv_source].length:
+            return None
+        assert plan.topk_source is not None
+        ids = chunk.selections.get(plan.topk_source)
+        return SelectedRows(
+            rows=state.compressed[plan.kv_source].view(),
+            visible=mx.array(chunk.visible(plan, queries)),
+            ids=None if ids is None else ids[-queries:],
+        )
+
+    def _publish(self, layer: int, x: mx.array, state: SessionState) -> None:
         """Section 3.5: append the compressed rows and index keys of the groups that x closes."""
+        plan, w = self.plans[layer], self.weights.layers[layer].attn
+        if plan.kind is not LayerKind.FULL:
+            return
         assert w.compressor is not None and w.indexer is not None
         assert w.indexer.wk is not None and w.indexer.k_norm is not None
-        source, ratio, eps = plan.layer, plan.ratio, self.config.rms_norm_eps
-        first = state.compressed[source].length
-        kv = linear_f32(x, w.compressor.wkv)
-        if w.compressor.wgate is not None:
-            pending = state.pending[source]
-            kv = mx.concatenate([pending.kv, kv])
-            gate = mx.concatenate([pending.gate, linear_f32(x, w.compressor.wgate)])
+        ratio, eps = plan.ratio, self.config.rms_norm_eps
+        first = state.compressed[layer].length
+        if w.compressor.wgate is None:
+            kv, gate = linear_f32(x, w.compressor.wkv), None
+        else:
+            kv, gate = linear_f32_pair(x, w.compressor.wkv, w.compressor.wgate)
+            pending = state.pending[layer]
+            if pending.kv.shape[0]:
+                kv = mx.concatenate([pending.kv, kv])
+                gate = mx.concatenate([pending.gate, gate])
             full = kv.shape[0] // ratio * ratio
             pending.kv, pending.gate = kv[full:], gate[full:]
             if full == 0:
                 return
-            kv = pool_groups(kv[:full], gate[:full], ratio)
-        latent = rms_norm(kv.astype(x.dtype), w.compressor.norm, eps)
+            kv, gate = kv[:full], gate[:full]
         # A group stands at the position of its first token.
-        positions = np.arange(first, first + latent.shape[0]) * ratio
+        positions = np.arange(first, first + kv.shape[0] // ratio) * ratio
         at = rotation(self.config, positions, is_compressed=True)
-        state.compressed[source].append(compressed_rows(latent, at, state.formats.compressed))
-        keys = index_keys(latent, w.indexer.wk, w.indexer.k_norm, at, state.formats.index, eps)
-        state.index_keys[source].append(*keys)
+        latent, rows = pooled_rows(
+            kv,
+            gate,
+            w.compressor.norm,
+            at,
+            ratio=ratio,
+            dtype=x.dtype,
+            eps=eps,
+            fmt=state.formats.compressed,
+        )
+        state.compressed[layer].append(rows)
+        key = linear_f32(latent, w.indexer.wk)
+        codes, scales = encoded_keys(
+            key, w.indexer.k_norm, at, dtype=x.dtype, eps=eps, fmt=state.formats.index
+        )
+        state.index_keys[layer].append(codes, scales)
+
+    def _is_scoring(self, plan: LayerPlan, chunk: _Chunk, state: SessionState) -> bool:
+        """Whether a layer must choose among the rows: few are all attended to."""
+        if plan.kind not in (LayerKind.FULL, LayerKind.REINDEX):
+            return False
+        assert plan.kv_source is not None
+        return (
+            state.index_keys[plan.kv_source].length > self.config.index_topk
+            or self._makes_candidates(plan, state)
+            or (plan.uses_candidates and chunk.candidates is not None)
+        )
+
+    def _makes_candidates(self, plan: LayerPlan, state: SessionState) -> bool:
+        assert plan.kv_source is not None
+        blocks = -(-state.index_keys[plan.kv_source].length // self.config.candidate_block_size)
+        return plan.is_candidate_source and blocks > self.config.candidate_topk_blocks
 
     def _select(
         self,
         plan: LayerPlan,
         w: IndexerWeights,
+        q: mx.array,
         x: mx.array,
-        qr: mx.array,
         chunk: _Chunk,
         state: SessionState,
     ) -> None:
-        """Section 3.6: choose the rows for the queries x [Q, D] of this layer and its reusers."""
-        config = self.config
+        """Section 3.6: choose the rows for the queries of this layer and its reusers.
+
+        q: the index queries' product [Q, heads * dim], x: [Q, D].
+        """
+        config, Q = self.config, x.shape[0]
         assert plan.kv_source is not None
-        keys = state.index_keys[plan.kv_source]
-        blocks = -(-keys.length // config.candidate_block_size)
-        makes_candidates = plan.is_candidate_source and blocks > config.candidate_topk_blocks
+        keys, fmt = state.index_keys[plan.kv_source], state.formats.index
         candidates = chunk.candidates if plan.uses_candidates else None
-        if keys.length <= config.index_topk and not makes_candidates and candidates is None:
-            chunk.selections[plan.layer] = None  # every visible row is chosen
-            return
-        Q, heads, D = x.shape[0], config.index_n_heads, config.index_head_dim
-        q = rotate(fp8_linear(qr, w.wq_b).reshape(Q, heads, D), chunk.at(plan, Q))
-        fmt = state.formats.index
-        queries = IndexQueries(
-            q=fmt.decode(*fmt.encode(q)),
-            head_weights=linear_f32(x, w.weights_proj) * (D**-0.5 * heads**-0.5),
-            visible=mx.array(chunk.visible(plan, Q)),
+        rounded, head_weights = index_queries(
+            q.reshape(Q, config.index_n_heads, config.index_head_dim),
+            x,
+            w.weights_proj,
+            chunk.at(plan, Q),
+            fmt=fmt,
         )
         rows, blocks = choose_rows(
-            queries,
+            IndexQueries(rounded, head_weights, mx.array(chunk.visible(plan, Q))),
             IndexKeys(keys.codes.view(), keys.scales.view(), fmt),
             k=config.index_topk,
             block_size=config.candidate_block_size,
-            topk_blocks=config.candidate_topk_blocks if makes_candidates else None,
+            topk_blocks=(
+                config.candidate_topk_blocks if self._makes_candidates(plan, state) else None
+            ),
             candidates=None if candidates is None else candidates[-Q:],
         )
         chunk.selections[plan.layer] = rows
-        if makes_candidates:
+        if blocks is not None:
             chunk.candidates = blocks
-
-    def _ffn(self, w: FfnWeights, x: mx.array) -> mx.array:
-        """Section 3.7."""
-        config = self.config
-        ids, weights = route(
-            x,
-            w.gate_weight,
-            w.gate_bias,
-            k=config.num_experts_per_tok,
-            gate_temp=config.gate_temp,
-            norm_topk_prob=config.norm_topk_prob,
-            scaling_factor=config.routed_scaling_factor,
-        )
-        return moe(x, ids, weights, w, limit=config.swiglu_limit)

@@ -116,7 +116,7 @@ class Session:
                 self._logits = model.head(streams[-1:], pre[-1:])[0]
             else:
                 waiting = waiting.last(reach)
-                mx.eval(waiting.streams, waiting.x)
+                mx.eval(waiting.arrays())
             if len(new_ids) == 1:
                 mx.async_eval(self._logits, *state.arrays())
             else:

@@ -14,6 +14,7 @@ from mlx_engine.config import ModelConfig
 from mlx_engine.formats import CacheFormats, RowFormat
 from mlx_engine.memory import SPARE_ROWS
 from mlx_engine.ops.attention import WindowRows
+from mlx_engine.ops.front import Ring
 
 _FIRST_ROWS = 256
 
@@ -35,11 +36,9 @@ class Window:
         N, capacity = new.shape[0], self.rows.shape[0]
         if first_position != self.end:
             self.count = 0
-        if N == 1 and self.count >= capacity - 1:
-            slot = mx.array([first_position % capacity])
-            self.rows = mx.slice_update(self.rows, new, slot, axes=[0])
-            self.end, self.count = first_position + 1, capacity
-            return WindowRows(self.rows, None)
+        if (ring := self.ring(first_position, N)) is not None:
+            slot = mx.array([ring.slot])
+            return self.turn(mx.slice_update(self.rows, new, slot, axes=[0]), first_position)
         kept = min(self.count, capacity - 1)
         ordered = mx.concatenate([self._ordered(kept), new], axis=0)
         self.end = first_position + N
@@ -50,6 +49,18 @@ class Window:
         # `newest` ends at position end - 1; turn it so that each row sits at its own slot.
         self.rows = mx.roll(newest, self.end % capacity, 0)
         return WindowRows(ordered, first_position - kept)
+
+    def ring(self, first_position: int, N: int) -> Ring | None:
+        """Where a single next row goes once the window is full, else None."""
+        is_next = first_position == self.end and self.count >= self.rows.shape[0] - 1
+        if N != 1 or not is_next:
+            return None
+        return Ring(self.rows, first_position % self.rows.shape[0])
+
+    def turn(self, rows: mx.array, position: int) -> WindowRows:
+        """Take the ring's rows with that of the next position in its slot."""
+        self.rows, self.end, self.count = rows, position + 1, rows.shape[0]
+        return WindowRows(rows, None)
 
     def _ordered(self, count: int) -> mx.array:
         """The newest `count` rows by ascending position: [count, words]."""

@@ -18,6 +18,7 @@ import pytest
 
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import ContextTooLong
+from mlx_engine.ops.launch import FastPaths
 from mlx_engine.respond import Event, Progress, Request, respond
 from mlx_engine.sampling import Sampling
 from mlx_engine.tiny_tokenizer import MIN_VOCAB_SIZE, build_tiny_tokenizer
@@ -96,6 +97,7 @@ class FakeEngine:
         self.tokens_made = 0
         self.is_closed = False
         self.is_left = False
+        self.fast_paths = FastPaths((), ("attention", "mhc"))
         self._engram = EngramStats(100, 100, 0, 26_400)  # of an earlier answer
         self._known_tokens = known_tokens
         self._chunk_tokens = chunk_tokens

@@ -45,6 +45,7 @@ class SelectedRows:
     ids: mx.array | None
 
 
+@launch.falls_back
 def sparse_attention(
     q: mx.array,
     first_query: int,

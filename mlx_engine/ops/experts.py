@@ -11,6 +11,7 @@ from mlx_engine.ops import launch
 from mlx_engine.ops.expert_tiles import MAX_EXPERTS, routed_tiles_metal
 from mlx_engine.ops.launch import Kernel
 from mlx_engine.ops.linear import fp8_linear
+from mlx_engine.ops.router import Router, Routing, choose_reference
 from mlx_engine.weights import FfnWeights, Fp4, Fp8
 
 # From this many expert rows on, sorting them by expert pays for itself.
@@ -21,19 +22,17 @@ _FEW_TOKENS = 8
 _MAX_SLOTS = 14
 
 
-def moe(
-    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
-) -> mx.array:
+@launch.falls_back
+def moe(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
     """Sum of the chosen experts' outputs and the shared expert's.
 
-    x: [T, D], ids: int32 [T, k], different within a token, weights: f32 [T, k] -> [T, D] in x's
-    dtype. A chosen expert's weight multiplies its activation before the down product; the sum is
-    f32.
+    x: [T, D], routing: who is chosen and with what weight -> [T, D] in x's dtype. The weight
+    multiplies an expert's activation before the down product; the sum is f32.
     """
-    T, k = ids.shape
-    E = ffn.w1.weight.shape[0]
-    if T <= _FEW_TOKENS and k <= _MAX_SLOTS and launch.is_on("experts"):
-        return moe_metal(x, ids, weights, ffn, limit=limit)
+    T, E = routing.scores.shape
+    if T <= _FEW_TOKENS and routing.router.k <= _MAX_SLOTS and launch.is_on("experts"):
+        return moe_metal(x, routing, ffn, limit=limit)
+    ids, weights = routing.chosen()
     if T > _FEW_TOKENS and E <= MAX_EXPERTS and launch.is_on("expert_tiles"):
         return _moe_in_tiles(x, ids, weights, ffn, limit=limit)
     return moe_reference(x, ids, weights, ffn, limit=limit)
@@ -42,7 +41,7 @@ def moe(
 def moe_reference(
     x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
 ) -> mx.array:
-    """`moe` in MLX's operations, for any number of tokens."""
+    """`moe` in MLX's operations, for any number of tokens and ids in any order."""
     T, k = ids.shape
     if T * k < _SORT_ROWS:
         # One row stands for its k experts: x [T, 1, 1, D], ids [T, k] -> [T, k, 1, D].
@@ -100,16 +99,27 @@ _GATE_UP = Kernel(
     family="experts",
     name="moe_gate_up",
     inputs=(
-        *("x", "ids", "weights", "w1", "w1_scale", "w3", "w3_scale"),
+        *("x", "scores", "bias", "scaling", "w1", "w1_scale", "w3", "w3_scale"),
         *("shared_w1", "shared_w1_scale", "shared_w3", "shared_w3_scale", "limit"),
     ),
-    outputs=("act",),
+    outputs=("act", "ids"),
     body="""
+        threadgroup int chosen[TOKENS * K];
+        threadgroup float weights[TOKENS * K];
+        choose_experts<TOKENS, K, E, NORM>(
+            scores, bias, scaling, chosen, weights, simdgroups_per_threadgroup,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+        if (threadgroup_position_in_grid.x + threadgroup_position_in_grid.y == 0) {
+            for (uint i = thread_index_in_threadgroup; i < TOKENS * K; i += THREADS) {
+                ids[i] = chosen[i];
+            }
+        }
         gate_up<T, TOKENS, K, D, I>(
-            x, ids, weights, w1, w1_scale, w3, w3_scale, shared_w1, shared_w1_scale, shared_w3,
+            x, chosen, weights, w1, w1_scale, w3, w3_scale, shared_w1, shared_w1_scale, shared_w3,
             shared_w3_scale, limit, act, thread_position_in_grid.y,
             thread_position_in_grid.x / SIMD * GATE_ROWS, thread_index_in_simdgroup);
     """,
+    also=("mhc", "router"),
 )
 _DOWN = Kernel(
     family="experts",
@@ -123,28 +133,37 @@ _DOWN = Kernel(
             thread_position_in_grid.x / SIMD * DOWN_ROWS, thread_index_in_threadgroup,
             threads_per_threadgroup.x, thread_index_in_simdgroup);
     """,
+    also=("mhc", "router"),
 )
 # Rows that a simdgroup makes, GATE_ROWS and DOWN_ROWS of experts.metal.
 _ROWS = 2
+# A simdgroup for each token's choice.
+_THREADS = 256
 
 
-def moe_metal(
-    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
-) -> mx.array:
-    """`moe` for at most 8 tokens in two launches; D and I are multiples of 32."""
-    (T, D), k = x.shape, ids.shape[1]
+def moe_metal(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
+    """`moe` for at most 8 tokens in two launches; D and I are multiples of 32.
+
+    The first makes the choice too, in each of its threadgroups.
+    """
+    (T, D), router = x.shape, routing.router
     I_D = ffn.w1.weight.shape[1]
-    template = [("T", x.dtype), ("TOKENS", T), ("K", k), ("D", D), ("I", I_D)]
-    (act,) = _GATE_UP(
+    template = [("T", x.dtype), ("TOKENS", T), ("K", router.k), ("D", D), ("I", I_D)]
+    act, ids = _GATE_UP(
         [
-            *(x, ids, weights, *_parts(ffn.w1), *_parts(ffn.w3)),
+            *(x, routing.scores, router.bias, mx.array(router.scaling_factor)),
+            *(*_parts(ffn.w1), *_parts(ffn.w3)),
             *(*_parts(ffn.shared_w1), *_parts(ffn.shared_w3), mx.array(limit)),
         ],
-        template=template,
-        grid=(I_D // _ROWS * 32, T * k + 1, 1),
-        threadgroup=(64, 1, 1),
-        shapes=[(T, k + 1, I_D)],
-        dtypes=[x.dtype],
+        template=[
+            *template,
+            *(("E", routing.scores.shape[1]), ("NORM", router.norm_topk_prob)),
+            ("THREADS", _THREADS),
+        ],
+        grid=(I_D // _ROWS * 32, T * router.k + 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(T, router.k + 1, I_D), (T, router.k)],
+        dtypes=[x.dtype, mx.int32],
     )
     (out,) = _DOWN(
         [act, ids, *_parts(ffn.w2), *_parts(ffn.shared_w2)],
@@ -169,7 +188,7 @@ def _moe_in_tiles(
 
 
 def moe_bytes(
-    T: int, k: int, D: int, I_D: int, itemsize: int, *, experts: int | None = None
+    T: int, k: int, E: int, D: int, I_D: int, itemsize: int, *, experts: int | None = None
 ) -> int:
     """Bytes that `moe_metal` reads and writes for T tokens in a dtype of `itemsize` bytes.
 
@@ -178,7 +197,8 @@ def moe_bytes(
     experts = T * k if experts is None else experts
     fp4, fp8 = D * I_D // 2 + D * I_D // 32, D * I_D + D * I_D // 32**2
     x, act, chosen = T * D * itemsize, T * (k + 1) * I_D * itemsize, 4 * T * k
-    gate_up = 2 * (experts * fp4 + fp8) + x + 2 * chosen + 4 + act
+    choice = 4 * T * E + 4 * E + 4 + chosen
+    gate_up = 2 * (experts * fp4 + fp8) + x + choice + 4 + act
     down = experts * fp4 + fp8 + act + chosen + x
     return gate_up + down
 
@@ -190,7 +210,10 @@ def _few_tokens_agree() -> bool:
 
 @launch.probe("expert_tiles")
 def _many_tokens_agree() -> bool:
-    return _agrees(_moe_in_tiles, 20)
+    def in_tiles(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
+        return _moe_in_tiles(x, *choose_reference(routing), ffn, limit=limit)
+
+    return _agrees(in_tiles, 20)
 
 
 def _agrees(compute: Callable[..., mx.array], T: int) -> bool:
@@ -213,10 +236,10 @@ def _agrees(compute: Callable[..., mx.array], T: int) -> bool:
 
     none = mx.zeros((1,))
     experts = fp4(I_D, D), fp4(D, I_D), fp4(I_D, D), fp8(I_D, D), fp8(D, I_D), fp8(I_D, D)
+    ffn = FfnWeights(none, none, *experts)
     x = mx.random.normal((T, D), key=next(keys)).astype(mx.bfloat16)
-    ids = mx.argsort(mx.random.uniform(shape=(T, E), key=next(keys)), axis=-1)[:, :k]
-    weights = mx.random.uniform(shape=(T, k), key=next(keys))
-    inputs = x, ids.astype(mx.int32), weights, FfnWeights(none, none, *experts)
-    wanted = moe_reference(*inputs, limit=2.0).astype(mx.float32)
-    error = mx.abs(compute(*inputs, limit=2.0).astype(mx.float32) - wanted)
+    scores = mx.random.uniform(shape=(T, E), key=next(keys))
+    routing = Routing(scores, Router(none, mx.zeros((E,)), k, 1.0, True, 1.5))
+    wanted = moe_reference(x, *choose_reference(routing), ffn, limit=2.0).astype(mx.float32)
+    error = mx.abs(compute(x, routing, ffn, limit=2.0).astype(mx.float32) - wanted)
     return (mx.max(error) < 2**-6 * mx.max(mx.abs(wanted))).item() is True

@@ -1,20 +1,31 @@
 """From products to cached rows: norms, RoPE, rounding and packing (sections 3.4 to 3.6, 3.8).
 
 Products come before, state takes the rows after. Shapes: T tokens, Q queries (the last tokens), L
-q_lora_rank, G groups of tokens, D head_dim or index_head_dim.
+q_lora_rank, G groups of tokens, D head_dim or index_head_dim, H index heads, K hidden_size.
 """
+
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_engine.formats import COMPRESSED, INDEX, WINDOW, RowFormat
 from mlx_engine.ops import launch
-from mlx_engine.ops.compressor import compressed_rows, pool_groups
+from mlx_engine.ops.linear import linear_f32_reference
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.ops.rope import Rotation, rotate
 
 _WIDEST = 512
 
 
+@dataclass(frozen=True)
+class Ring:
+    """A full window uint32 [N, words] of which row `slot` is the oldest: the next token's place."""
+
+    rows: mx.array
+    slot: int
+
+
+@launch.falls_back
 def attention_front(
     latent: mx.array,
     kv: mx.array,
@@ -24,17 +35,19 @@ def attention_front(
     *,
     eps: float,
     fmt: RowFormat,
+    ring: Ring | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The normed query latents and the packed window rows of a layer.
 
     latent: [Q, L], kv: [T, D], both the plain products, at: of the T positions -> [Q, L] in
-    latent's dtype and uint32 [T, words].
+    latent's dtype and uint32 [T, words]. For a single token with its ring the rows are the ring's
+    [N, words], its own in its place.
     """
     front = attention_front_reference
     is_fitting = _is_fitting(kv) and latent.shape[-1] % 2 == 0 and latent.dtype == kv.dtype
     if launch.is_on("front") and fmt == WINDOW and is_fitting:
         front = _attention_front_metal
-    return front(latent, kv, q_norm, kv_norm, at, eps=eps, fmt=fmt)
+    return front(latent, kv, q_norm, kv_norm, at, eps=eps, fmt=fmt, ring=ring)
 
 
 def attention_front_reference(
@@ -46,12 +59,16 @@ def attention_front_reference(
     *,
     eps: float,
     fmt: RowFormat,
+    ring: Ring | None = None,
 ) -> tuple[mx.array, mx.array]:
     """`attention_front` in MLX's operations, with any format."""
     rows = fmt.pack(rotate(rms_norm(kv, kv_norm, eps), at))
+    if ring is not None:
+        rows = mx.slice_update(ring.rows, rows, mx.array([ring.slot]), axes=[0])
     return rms_norm(latent, q_norm, eps), rows
 
 
+@launch.falls_back
 def pooled_rows(
     kv: mx.array,
     gate: mx.array | None,
@@ -88,9 +105,20 @@ def pooled_rows_reference(
     """`pooled_rows` in MLX's operations, with any format."""
     pooled = kv if gate is None else pool_groups(kv, gate, ratio)
     latent = rms_norm(pooled.astype(dtype), norm, eps)
-    return latent, compressed_rows(latent, at, fmt)
+    return latent, fmt.pack(rotate(latent, at))
 
 
+def pool_groups(kv: mx.array, gate: mx.array, ratio: int) -> mx.array:
+    """Pool each full group of `ratio` rows, per channel, by the softmax of its gates.
+
+    kv, gate: f32 [G * ratio, D] -> f32 [G, D].
+    """
+    D = kv.shape[-1]
+    share = mx.softmax(gate.reshape(-1, ratio, D), axis=1)
+    return mx.sum(kv.reshape(-1, ratio, D) * share, axis=1)
+
+
+@launch.falls_back
 def encoded_keys(
     key: mx.array, norm: mx.array, at: Rotation, *, dtype: mx.Dtype, eps: float, fmt: RowFormat
 ) -> tuple[mx.array, mx.array]:
@@ -111,6 +139,30 @@ def encoded_keys_reference(
     return fmt.encode(rotate(rms_norm(key.astype(dtype), norm, eps), at))
 
 
+@launch.falls_back
+def index_queries(
+    q: mx.array, x: mx.array, weights_proj: mx.array, at: Rotation, *, fmt: RowFormat
+) -> tuple[mx.array, mx.array]:
+    """The indexer's queries, rotated and rounded as its keys are, and the weights of its heads.
+
+    q: [Q, H, D], the plain product, x: [Q, K], the attention's input, weights_proj: [H, K] ->
+    [Q, H, D] in q's dtype and f32 [Q, H], with both scale factors.
+    """
+    compute = index_queries_reference
+    if launch.is_on("front") and fmt == INDEX and _is_fitting(q) and x.shape[-1] % 4 == 0:
+        compute = _index_queries_metal
+    return compute(q, x, weights_proj, at, fmt=fmt)
+
+
+def index_queries_reference(
+    q: mx.array, x: mx.array, weights_proj: mx.array, at: Rotation, *, fmt: RowFormat
+) -> tuple[mx.array, mx.array]:
+    """`index_queries` in MLX's operations, with any format."""
+    _, H, D = q.shape
+    rounded = fmt.decode(*fmt.encode(rotate(q, at))).astype(q.dtype)
+    return rounded, linear_f32_reference(x, weights_proj) * (D**-0.5 * H**-0.5)
+
+
 def _is_fitting(rows: mx.array) -> bool:
     return rows.shape[-1] % 64 == 0 and rows.shape[-1] <= _WIDEST
 
@@ -127,24 +179,42 @@ const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup;
 """
 
-_attention_front = launch.Kernel(
-    "front",
-    "attention_front",
-    ("latent", "kv", "q_norm", "kv_norm", "cos", "sin", "eps"),
-    ("normed", "packed"),
-    _BEGIN
-    + """
-if (row < uint(kv_shape[0])) {
+_WINDOW_ROW = """
     device uchar* codes = reinterpret_cast<device uchar*>(packed + row * row_words(WINDOW_ROW, D));
     pad_row<WINDOW_ROW, D>(codes, thread_index);
     cached_row<T, D, R, 1, WINDOW_ROW, false>(
-        kv + size_t(row) * D, kv, kv_norm, eps, cos + row * R, sin + row * R, normed, codes,
+        kv + size_t(token) * D, kv, kv_norm, eps, cos + token * R, sin + token * R, normed, codes,
         codes + code_bytes(WINDOW_ROW, D), scratch, thread_index, simdgroup, lane);
-} else {
-    const size_t first = size_t(row - uint(kv_shape[0])) * L;
+"""
+_LATENT = """
+    const size_t first = size_t(row - rows) * L;
     normed_latent<T, L>(
         latent + first, q_norm, eps, normed + first, scratch, D / 2, thread_index, simdgroup, lane);
-}
+"""
+_INPUTS = ("latent", "kv", "q_norm", "kv_norm", "cos", "sin", "eps")
+
+_attention_front = launch.Kernel(
+    "front",
+    "attention_front",
+    _INPUTS,
+    ("normed", "packed"),
+    f"""{_BEGIN}
+const uint rows = uint(kv_shape[0]);
+if (row < rows) {{
+    const uint token = row;{_WINDOW_ROW}}} else {{{_LATENT}}}
+""",
+)
+_attention_front_in_ring = launch.Kernel(
+    "front",
+    "attention_front_in_ring",
+    (*_INPUTS, "ring", "slot"),
+    ("normed", "packed"),
+    f"""{_BEGIN}
+const uint rows = uint(ring_shape[0]);
+if (row == uint(slot)) {{
+    const uint token = 0;{_WINDOW_ROW}}} else if (row < rows) {{
+    copy_row<D>(ring, packed, row, thread_index);
+}} else {{{_LATENT}}}
 """,
 )
 
@@ -158,19 +228,28 @@ def _attention_front_metal(
     *,
     eps: float,
     fmt: RowFormat,
+    ring: Ring | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """`attention_front` in one launch."""
-    T, D = kv.shape
+    """`attention_front` in one launch.
+
+    A ring is copied, 68 KB at the released width: to place the row in it would take a launch more.
+    """
     Q, L = latent.shape
-    normed, rows = _attention_front(
-        [latent, kv, q_norm, kv_norm, at.cos, at.sin, mx.array(eps)],
+    rows, D = kv.shape
+    kernel, inputs = _attention_front, [latent, kv, q_norm, kv_norm, at.cos, at.sin, mx.array(eps)]
+    if ring is not None:
+        assert rows == 1, f"a ring takes one row, not {rows}"
+        kernel, rows = _attention_front_in_ring, ring.rows.shape[0]
+        inputs += [ring.rows, mx.array(ring.slot)]
+    normed, packed = kernel(
+        inputs,
         template=[("T", kv.dtype), ("L", L), ("D", D), ("R", _rotated(at))],
-        grid=((T + Q) * D // 2, 1, 1),
+        grid=((rows + Q) * D // 2, 1, 1),
         threadgroup=(D // 2, 1, 1),
-        shapes=[(Q, L), (T, fmt.words(D))],
+        shapes=[(Q, L), (rows, fmt.words(D))],
         dtypes=[latent.dtype, mx.uint32],
     )
-    return normed, rows
+    return normed, packed
 
 
 _pooled_rows = launch.Kernel(
@@ -247,28 +326,45 @@ def _encoded_keys_metal(
     return codes, scales
 
 
-def attention_front_bytes(
-    tokens: int, queries: int, q_lora_rank: int, head_dim: int, rotated: int, value_bytes: int
-) -> int:
-    """Bytes that `attention_front` reads and writes, for weights in bf16."""
-    row = head_dim * value_bytes + 2 * 4 * rotated + 4 * WINDOW.words(head_dim)
-    weights = 2 * (head_dim + q_lora_rank)
-    return tokens * row + queries * 2 * q_lora_rank * value_bytes + weights + 4
+_index_queries = launch.Kernel(
+    "front",
+    "index_queries",
+    ("q", "x", "weights_proj", "cos", "sin"),
+    ("rounded", "head_weights"),
+    """
+threadgroup float scratch[SIMD];
+const uint head = threadgroup_position_in_grid.x;
+const uint query = threadgroup_position_in_grid.y;
+const size_t row = size_t(query) * H + head;
+rounded_query<T, D, R>(
+    q + row * D, cos + query * R, sin + query * R, rounded + row * D, thread_index_in_threadgroup);
+const float weight = head_weight<T, W, D, K, H>(
+    x + size_t(query) * K, weights_proj + size_t(head) * K, scratch, thread_index_in_threadgroup,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+if (thread_index_in_threadgroup == 0) {
+    head_weights[row] = weight;
+}
+""",
+)
 
 
-def pooled_rows_bytes(
-    groups: int, ratio: int, head_dim: int, rotated: int, value_bytes: int
-) -> int:
-    """Bytes that `pooled_rows` reads and writes, for a norm's weight in bf16; gates if it pools."""
-    read = 4 * head_dim * (2 * ratio if ratio > 1 else 1) + 2 * 4 * rotated
-    written = head_dim * value_bytes + 4 * COMPRESSED.words(head_dim)
-    return groups * (read + written) + 2 * head_dim + 4
-
-
-def encoded_keys_bytes(groups: int, head_dim: int, rotated: int) -> int:
-    """Bytes that `encoded_keys` reads and writes, for a norm's weight in bf16."""
-    key = 4 * head_dim + 2 * 4 * rotated + head_dim // 2 + head_dim // 32
-    return groups * key + 2 * head_dim + 4
+def _index_queries_metal(
+    q: mx.array, x: mx.array, weights_proj: mx.array, at: Rotation, *, fmt: RowFormat
+) -> tuple[mx.array, mx.array]:
+    """`index_queries` in one launch; a row of weights_proj is read for every query."""
+    Q, H, D = q.shape
+    rounded, head_weights = _index_queries(
+        [q, x, weights_proj, at.cos, at.sin],
+        template=[
+            *(("T", q.dtype), ("W", weights_proj.dtype)),
+            *(("D", D), ("R", _rotated(at)), ("K", x.shape[-1]), ("H", H)),
+        ],
+        grid=(H * D // 2, Q, 1),
+        threadgroup=(D // 2, 1, 1),
+        shapes=[q.shape, (Q, H)],
+        dtypes=[q.dtype, mx.float32],
+    )
+    return rounded, head_weights
 
 
 @launch.probe("front")
@@ -284,8 +380,11 @@ def _agrees() -> bool:
     found: list[mx.array] = []
     right: list[mx.array] = []
     half = rows.astype(mx.bfloat16)
+    ring = Ring(mx.arange(5 * WINDOW.words(D), dtype=mx.uint32).reshape(5, -1), 3)
+    one = Rotation(at.cos[:1], at.sin[:1])
     for front, results in ((_attention_front_metal, found), (attention_front_reference, right)):
         results += front(half, half, norm, norm, at, eps=1e-20, fmt=WINDOW)
+        results += front(half[:1], half[:1], norm, norm, one, eps=1e-20, fmt=WINDOW, ring=ring)
     pairs, gate = mx.repeat(rows, 2, axis=0), mx.random.normal((2 * G, D), key=key)
     for pool, results in ((_pooled_rows_metal, found), (pooled_rows_reference, right)):
         results += pool(
@@ -293,4 +392,7 @@ def _agrees() -> bool:
         )
     for encode, results in ((_encoded_keys_metal, found), (encoded_keys_reference, right)):
         results += encode(rows, norm, at, dtype=mx.bfloat16, eps=1e-20, fmt=INDEX)
+    queries = (half[:, None] * mx.array([[0.75], [6.0]])).astype(half.dtype)
+    for turn, results in ((_index_queries_metal, found), (index_queries_reference, right)):
+        results += turn(queries, half, half[:2], at, fmt=INDEX)
     return all(mx.array_equal(a, b).item() for a, b in zip(found, right, strict=True))

@@ -41,6 +41,7 @@ class IndexKeys:
     fmt: RowFormat
 
 
+@launch.falls_back
 def choose_rows(
     queries: IndexQueries,
     keys: IndexKeys,

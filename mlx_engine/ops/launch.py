@@ -3,15 +3,22 @@
 A family is one file of metal/ with its wrappers in ops/. Kernels are built on first use, since MLX
 refuses to build them where no device can run them. Tests put an emulator in the place of MLX's
 `mx.fast.metal_kernel`; without a factory every operation computes its reference.
+
+MLX compiles a kernel for the sizes that it is called with, and not before its results are needed.
+So what passes a self-test may still be refused at the model's sizes, by the compiler or for its
+threadgroup's size. After `start` the results of every kernel's first call with such sizes are
+computed at once; if that fails the family goes off with one warning, and `falls_back` repeats the
+operation with its reference. A fault of the GPU while it runs, or a crash of the driver, is not
+caught.
 """
 
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib.resources import files
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
@@ -20,9 +27,26 @@ log = logging.getLogger(__name__)
 # Called with the arguments of `mx.fast.metal_kernel`.
 KernelFactory: TypeAlias = Callable[..., Callable[..., list[mx.array]]]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _factory: KernelFactory | None = None
 _probes: dict[str, Callable[[], bool]] = {}
 _off: set[str] = set()
+# Of kernels that were started: which have been computed once, with which sizes and types.
+_is_started = False
+_computed: set[object] = set()
+
+
+class FastPaths(NamedTuple):
+    """The families whose kernels compute, and those that are left to MLX's operations."""
+
+    on: tuple[str, ...]
+    off: tuple[str, ...]
+
+
+class KernelFailed(Exception):
+    """A kernel cannot be used here; its family is off now."""
 
 
 def is_on(family: str) -> bool:
@@ -40,46 +64,84 @@ def probe(family: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
     return register
 
 
-def start(factory: KernelFactory) -> tuple[list[str], list[str]]:
-    """Switch on every family whose self-test passes: the families on and off.
+def falls_back(operation: Callable[P, R]) -> Callable[P, R]:
+    """Repeat an operation that chooses by `is_on` when one of its kernels has failed."""
+
+    @wraps(operation)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        while True:
+            try:
+                return operation(*args, **options)
+            except KernelFailed:
+                continue  # a family fewer is on, so this ends
+
+    return run
+
+
+def start(factory: KernelFactory) -> FastPaths:
+    """Switch on every family whose self-test passes.
 
     A family that does not compile here, or computes something else, stays off with one warning.
     """
-    global _factory
-    _factory = factory
+    global _factory, _is_started
+    _factory, _is_started = factory, True
     _off.clear()
+    _computed.clear()
     for family, check in _probes.items():
         try:
-            fault = "" if check() else "its results differ from the reference"
+            if not check():
+                _turn_off(family, "its results differ from the reference")
         except Exception as error:  # whatever a compiler or driver raises, the reference remains
-            fault = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if fault:
-            _off.add(family)
-            log.warning("the %s kernels are off, MLX's operations stand in: %s", family, fault)
-    return sorted(set(_probes) - _off), sorted(_off)
+            _turn_off(family, error)
+    return fast_paths()
+
+
+def fast_paths() -> FastPaths:
+    """What computes now."""
+    on = [family for family in _probes if is_on(family)]
+    return FastPaths(tuple(sorted(on)), tuple(sorted(set(_probes) - set(on))))
+
+
+@cache
+def start_here() -> FastPaths:
+    """Start the kernels on this machine's GPU, once a process; without Metal none is on."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        return start(cast(KernelFactory, mx.fast.metal_kernel))
+    return fast_paths()
+
+
+def _turn_off(family: str, fault: str | Exception) -> None:
+    if family not in _off:
+        _off.add(family)
+        first, *_ = str(fault).splitlines() or [type(fault).__name__]
+        log.warning("the %s kernels are off, MLX's operations stand in: %s", family, first)
 
 
 @contextmanager
 def using(factory: KernelFactory | None) -> Generator[None]:
-    """Within the block, run every kernel through `factory`, or none for None."""
-    global _factory, _off
-    before, off_before = _factory, _off
-    _factory, _off = factory, set()
+    """Within the block, run every kernel through `factory`, or none for None; what fails raises."""
+    global _factory, _off, _is_started
+    before = _factory, _off, _is_started
+    _factory, _off, _is_started = factory, set[str](), False
     try:
         yield
     finally:
-        _factory, _off = before, off_before
+        _factory, _off, _is_started = before
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a family: its parameters and its body, a call into the family's file."""
+    """One kernel of a family: its parameters and its body, a call into the family's file.
+
+    `also` names the families whose files the body or that file calls into, too.
+    """
 
     family: str
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
+    also: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -92,27 +154,44 @@ class Kernel:
         dtypes: Sequence[mx.Dtype],
         init_value: float | None = None,
     ) -> list[mx.array]:
-        """Launch over `grid` threads in groups of `threadgroup`: the outputs, in order."""
+        """Launch over `grid` threads in groups of `threadgroup`: the outputs, in order.
+
+        Raises KernelFailed after `start`, at the first call with these sizes and types.
+        """
         assert _factory is not None, f"{self.name} is launched while kernels are off"
-        return _build(_factory, self)(
-            inputs=list(inputs),
-            template=list(template),
-            grid=grid,
-            threadgroup=threadgroup,
-            output_shapes=list(shapes),
-            output_dtypes=list(dtypes),
-            init_value=init_value,
-        )
+        call = {
+            "inputs": list(inputs),
+            "template": list(template),
+            "grid": grid,
+            "threadgroup": threadgroup,
+            "output_shapes": list(shapes),
+            "output_dtypes": list(dtypes),
+            "init_value": init_value,
+        }
+        # What MLX compiles a kernel for.
+        forms = ((x.dtype, x.ndim == 0, x.size < 8) for x in inputs)
+        variant = (self, *map(tuple, template), threadgroup, *forms)
+        if not _is_started or variant in _computed:
+            return _build(_factory, self)(**call)
+        try:
+            outputs = _build(_factory, self)(**call)
+            mx.eval(outputs)
+        except Exception as error:
+            _turn_off(self.family, error)
+            raise KernelFailed(self.name) from error
+        _computed.add(variant)
+        return outputs
 
 
 @cache
 def _build(factory: KernelFactory, kernel: Kernel) -> Callable[..., list[mx.array]]:
+    names = ("common.h", *(f"{family}.metal" for family in (*kernel.also, kernel.family)))
     return factory(
         name=kernel.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=kernel.body,
-        header=_source("common.h") + _source(f"{kernel.family}.metal"),
+        header="".join(_source(name) for name in names),
     )
 
 

@@ -28,6 +28,7 @@ _BLOCK = 64
 _BLOCK_THREADS = 128
 
 
+@launch.falls_back
 def fp8_linear(x: mx.array, w: Fp8) -> mx.array:
     """x [T, K] times w [N, K] transposed, accumulated in f32: [T, N] in x's dtype."""
     if launch.is_on("linear"):
@@ -35,6 +36,7 @@ def fp8_linear(x: mx.array, w: Fp8) -> mx.array:
     return fp8_linear_reference(x, w)
 
 
+@launch.falls_back
 def fp8_linear_pair(x: mx.array, a: Fp8, b: Fp8) -> tuple[mx.array, mx.array]:
     """x [T, K] times two weights of the same K, each transposed: [T, N_a] and [T, N_b].
 
@@ -45,6 +47,7 @@ def fp8_linear_pair(x: mx.array, a: Fp8, b: Fp8) -> tuple[mx.array, mx.array]:
     return fp8_linear(x, a), fp8_linear(x, b)
 
 
+@launch.falls_back
 def grouped_output(o: mx.array, wo_a: Fp8, wo_b: Fp8) -> mx.array:
     """The output projection: heads in G groups, each through its own wo_a, then wo_b.
 
@@ -57,6 +60,7 @@ def grouped_output(o: mx.array, wo_a: Fp8, wo_b: Fp8) -> mx.array:
     return _fp8_metal(y.reshape(T, -1), wo_b)
 
 
+@launch.falls_back
 def linear_f32(x: mx.array, weight: mx.array) -> mx.array:
     """x [T, K] times a bf16 or f32 weight [N, K] transposed, all in f32: f32 [T, N]."""
     if launch.is_on("linear"):
@@ -64,6 +68,7 @@ def linear_f32(x: mx.array, weight: mx.array) -> mx.array:
     return linear_f32_reference(x, weight)
 
 
+@launch.falls_back
 def linear_f32_pair(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
     """x [T, K] times two weights of one dtype and K, each transposed: f32 [T, N_a] and [T, N_b].
 

@@ -29,6 +29,20 @@ class Mixing:
     post: mx.array
     comb: mx.array
 
+    def last(self, tokens: int) -> "Mixing":
+        """The coefficients of the last `tokens` tokens."""
+        if tokens == self.pre.shape[0]:
+            return self
+        return Mixing(self.pre[-tokens:], self.post[-tokens:], self.comb[-tokens:])
+
+    def then(self, later: "Mixing") -> "Mixing":
+        """These and the ones that follow them."""
+        return Mixing(
+            mx.concatenate([self.pre, later.pre]),
+            mx.concatenate([self.post, later.post]),
+            mx.concatenate([self.comb, later.comb]),
+        )
+
 
 @dataclass(frozen=True)
 class MhcSublayer:
@@ -40,7 +54,13 @@ class MhcSublayer:
     hc_eps: float
     norm_eps: float
 
+    @property
+    def epsilons(self) -> mx.array:
+        """Both epsilons as the kernels read them: f32 [2]."""
+        return _epsilons(self.hc_eps, self.norm_eps)
 
+
+@launch.falls_back
 def mhc_between(
     h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer
 ) -> tuple[mx.array, mx.array, Mixing]:
@@ -49,29 +69,18 @@ def mhc_between(
     streams: [T, hc, D] and `last` are what that sublayer began with; the next one reads with `pre`,
     f32 [T, hc]. Returns streams, x [T, D], coefficients.
     """
-    between = _between_metal if _is_on(streams) else mhc_between_reference
+    between = _between_metal if is_on(streams) else mhc_between_reference
     return between(h, streams, last, pre, to)
 
 
+@launch.falls_back
 def mhc_enter(streams: mx.array, pre: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
     """As `mhc_between` for streams that no sublayer has just written: x [T, D], coefficients."""
-    enter = _enter_metal if _is_on(streams) else mhc_enter_reference
+    enter = _enter_metal if is_on(streams) else mhc_enter_reference
     return enter(streams, pre, to)
 
 
-def mhc_coefficients(
-    streams: mx.array, w: MhcWeights, *, iters: int, hc_eps: float, norm_eps: float
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The mixing weights of one sublayer, from the streams that enter it.
-
-    streams: [T, hc, D] -> pre f32 [T, hc], post f32 [T, hc], comb f32 [T, hc, hc].
-    comb is made doubly stochastic by `iters` Sinkhorn rounds, columns last.
-    """
-    if _is_on(streams):
-        return _coefficients_metal(streams, w, iters, _epsilons(hc_eps, norm_eps))
-    return mhc_coefficients_reference(streams, w, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps)
-
-
+@launch.falls_back
 def mhc_collapse_norm(
     streams: mx.array, pre: mx.array, norm_weight: mx.array, norm_eps: float
 ) -> mx.array:
@@ -79,18 +88,19 @@ def mhc_collapse_norm(
 
     streams: [T, hc, D], pre: f32 [T, hc] -> [T, D] in the streams' dtype.
     """
-    if _is_on(streams):
+    if is_on(streams):
         return _collapse_norm_metal(streams, pre, norm_weight, norm_eps)
     return mhc_collapse_norm_reference(streams, pre, norm_weight, norm_eps)
 
 
+@launch.falls_back
 def mhc_expand(h: mx.array, streams: mx.array, post: mx.array, comb: mx.array) -> mx.array:
     """Write a sublayer's output back: out[k] = post[k] h + sum_j comb[j, k] streams[j].
 
     h: [T, D], streams: [T, hc, D], post: f32 [T, hc], comb: f32 [T, hc, hc] -> [T, hc, D].
     The first index of comb is the one summed.
     """
-    if _is_on(streams):
+    if is_on(streams):
         return _expand_metal(h, streams, post, comb)
     return mhc_expand_reference(h, streams, post, comb)
 
@@ -107,17 +117,21 @@ def mhc_enter_reference(
     streams: mx.array, pre: mx.array, to: MhcSublayer
 ) -> tuple[mx.array, Mixing]:
     """`mhc_enter` in MLX's operations."""
-    x = mhc_collapse_norm_reference(streams, pre, to.norm_weight, to.norm_eps)
     coefficients = mhc_coefficients_reference(
         streams, to.w, iters=to.iters, hc_eps=to.hc_eps, norm_eps=to.norm_eps
     )
+    x = mhc_collapse_norm_reference(streams, pre, to.norm_weight, to.norm_eps)
     return x, Mixing(*coefficients)
 
 
 def mhc_coefficients_reference(
     streams: mx.array, w: MhcWeights, *, iters: int, hc_eps: float, norm_eps: float
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """`mhc_coefficients` in MLX's operations."""
+    """The mixing weights of one sublayer, from the streams that enter it, in MLX's operations.
+
+    streams: [T, hc, D] -> pre f32 [T, hc], post f32 [T, hc], comb f32 [T, hc, hc].
+    comb is made doubly stochastic by `iters` Sinkhorn rounds, columns last.
+    """
     T, hc, _ = streams.shape
     flat = streams.reshape(T, -1).astype(mx.float32)
     rms = mx.rsqrt(mx.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
@@ -151,7 +165,8 @@ def mhc_expand_reference(
     return out.astype(streams.dtype)
 
 
-def _is_on(streams: mx.array) -> bool:
+def is_on(streams: mx.array) -> bool:
+    """Whether the kernels compute for these streams."""
     return launch.is_on("mhc") and streams.shape[1] == HC
 
 
@@ -168,57 +183,34 @@ _LOAD = """
 _EXPAND = """
     expand_slice<T, M, D>(h, streams, post, comb, out, values, tokens, at, thread_index);"""
 _SUM = """
-    sum_slice<M, D, {count}>(values, fn, sums, tokens, at, simdgroup, lane);"""
+    sum_slice<M, D>(values, fn, sums, tokens, at, simdgroup, lane);"""
 _COLLAPSE = """
     collapse_slice<T, M, D>(values, pre, collapsed, sums, tokens, at, simdgroup, lane);"""
-_FINISH_BODY = """
-    threadgroup float totals[SUMS];
-    const uint token = threadgroup_position_in_grid.x;
-    const uint lane = thread_index_in_simdgroup;
-    total_sums<D, {count}>(
-        sums, totals, token, THREADS / SIMD, simdgroup_index_in_threadgroup, lane);
-    if (simdgroup_index_in_threadgroup == 0) {{
-        coefficients<D, ITERS>(totals, base, scale, epsilons, pre, post, comb, token, lane);
-    }}"""
-_NORM = """
-    scale_to_norm<T, W, D>(
-        collapsed + token * D, norm_weight, totals[COLUMNS + 1], epsilons[1], x + token * D,
-        THREADS, thread_index_in_threadgroup);"""
-
 _BETWEEN = launch.Kernel(
     "mhc",
     "mhc_between",
     ("h", "streams", "post", "comb", "pre", "fn"),
     ("out", "collapsed", "sums"),
-    _SLICE_BODY + _EXPAND + _SUM.format(count="SUMS") + _COLLAPSE,
+    _SLICE_BODY + _EXPAND + _SUM + _COLLAPSE,
 )
 _ENTER = launch.Kernel(
     "mhc",
     "mhc_enter",
     ("streams", "pre", "fn"),
     ("collapsed", "sums"),
-    _SLICE_BODY + _LOAD + _SUM.format(count="SUMS") + _COLLAPSE,
+    _SLICE_BODY + _LOAD + _SUM + _COLLAPSE,
 )
 _FINISH = launch.Kernel(
     "mhc",
     "mhc_finish",
     ("sums", "base", "scale", "epsilons", "collapsed", "norm_weight"),
     ("pre", "post", "comb", "x"),
-    _FINISH_BODY.format(count="SUMS") + _NORM,
-)
-_SUMS_ALONE = launch.Kernel(
-    "mhc",
-    "mhc_sums",
-    ("streams", "fn"),
-    ("sums",),
-    _SLICE_BODY + _LOAD + _SUM.format(count="COLUMNS + 1"),
-)
-_COEFFICIENTS = launch.Kernel(
-    "mhc",
-    "mhc_coefficients",
-    ("sums", "base", "scale", "epsilons"),
-    ("pre", "post", "comb"),
-    _FINISH_BODY.format(count="COLUMNS + 1"),
+    """
+    threadgroup float totals[SUMS];
+    finish<T, W, D, ITERS>(
+        sums, base, scale, epsilons, collapsed, norm_weight, pre, post, comb, x, totals,
+        threadgroup_position_in_grid.x, THREADS, thread_index_in_threadgroup,
+        simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
 _COLLAPSE_NORM = launch.Kernel(
     "mhc",
@@ -246,39 +238,28 @@ _EXPAND_ALONE = launch.Kernel(
 def _between_metal(
     h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer
 ) -> tuple[mx.array, mx.array, Mixing]:
+    out, collapsed, sums = between_slices(h, streams, last, pre, to)
+    return out, *_finish(collapsed, sums, to)
+
+
+def between_slices(
+    h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The first launch of `mhc_between`: streams, x before its norm [T, D], sums f32 of slices."""
     T, hc, D = streams.shape
     out, collapsed, sums = _slices(
         _BETWEEN,
         (h, streams, last.post, last.comb, pre, to.w.fn),
         streams,
         [((T, hc, D), streams.dtype), ((T, D), streams.dtype)],
-        SUMS,
     )
-    return out, *_finish(collapsed, sums, to)
+    return out, collapsed, sums
 
 
 def _enter_metal(streams: mx.array, pre: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
     T, _, D = streams.shape
-    collapsed, sums = _slices(
-        _ENTER, (streams, pre, to.w.fn), streams, [((T, D), streams.dtype)], SUMS
-    )
+    collapsed, sums = _slices(_ENTER, (streams, pre, to.w.fn), streams, [((T, D), streams.dtype)])
     return _finish(collapsed, sums, to)
-
-
-def _coefficients_metal(
-    streams: mx.array, w: MhcWeights, iters: int, epsilons: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    T, hc, D = streams.shape
-    (sums,) = _slices(_SUMS_ALONE, (streams, w.fn), streams, [], SUMS - 1)
-    pre, post, comb = _COEFFICIENTS(
-        (sums, w.base, w.scale, epsilons),
-        template=[("D", D), ("ITERS", iters), ("THREADS", _THREADS)],
-        grid=(_THREADS * T, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
-        shapes=[(T, hc), (T, hc), (T, hc, hc)],
-        dtypes=[mx.float32] * 3,
-    )
-    return pre, post, comb
 
 
 def _collapse_norm_metal(
@@ -317,9 +298,8 @@ def _slices(
     inputs: tuple[mx.array, ...],
     streams: mx.array,
     outputs: list[tuple[tuple[int, ...], mx.Dtype]],
-    count: int,
 ) -> list[mx.array]:
-    """Launch a kernel over slices of channels: its outputs, and `count` sums f32 of each slice."""
+    """Launch a kernel over slices of channels: its outputs, and the sums f32 of each slice."""
     T, _, D = streams.shape
     M, slices = min(T, _MAX_TOKENS), -(-D // SLICE)
     threads = HC * SLICE
@@ -328,16 +308,15 @@ def _slices(
         template=[("T", streams.dtype), ("M", M), ("D", D)],
         grid=(threads * slices, -(-T // M), 1),
         threadgroup=(threads, 1, 1),
-        shapes=[*(shape for shape, _ in outputs), (T, slices, count)],
+        shapes=[*(shape for shape, _ in outputs), (T, slices, SUMS)],
         dtypes=[*(dtype for _, dtype in outputs), mx.float32],
     )
 
 
 def _finish(collapsed: mx.array, sums: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
     T, D = collapsed.shape
-    epsilons = _epsilons(to.hc_eps, to.norm_eps)
     pre, post, comb, x = _FINISH(
-        (sums, to.w.base, to.w.scale, epsilons, collapsed, to.norm_weight),
+        (sums, to.w.base, to.w.scale, to.epsilons, collapsed, to.norm_weight),
         template=[
             *(("T", collapsed.dtype), ("W", to.norm_weight.dtype)),
             *(("D", D), ("ITERS", to.iters), ("THREADS", _THREADS)),

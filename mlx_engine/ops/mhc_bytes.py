@@ -15,18 +15,12 @@ def mhc_between_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) 
 
 
 def mhc_enter_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> tuple[int, int]:
-    """Bytes that each launch of `mhc_enter` must move."""
-    first, second = mhc_coefficients_bytes(T, D, value_bytes=value_bytes)
-    more = T * D * value_bytes + T * -(-D // SLICE) * 4  # the collapsed input and its squares
-    return first + T * HC * 4 + more, second + more + D * norm_bytes + T * D * value_bytes
-
-
-def mhc_coefficients_bytes(T: int, D: int, *, value_bytes: int) -> tuple[int, int]:
-    """Bytes that each launch of `mhc_coefficients` must move: the sums go from one to the other."""
-    columns = (2 + HC) * HC
-    sums = T * -(-D // SLICE) * (SUMS - 1) * 4
+    """Bytes that each launch of `mhc_enter` must move: the sums go from one to the other."""
+    columns, collapsed = (2 + HC) * HC, T * D * value_bytes
+    sums = T * -(-D // SLICE) * SUMS * 4
+    first = T * HC * D * value_bytes + T * HC * 4 + columns * HC * D * 4 + collapsed + sums
     small = (columns + 3 + 2 + T * columns) * 4  # base, scale, epsilons, coefficients
-    return T * HC * D * value_bytes + columns * HC * D * 4 + sums, sums + small
+    return first, sums + small + 2 * collapsed + D * norm_bytes
 
 
 def mhc_collapse_norm_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> int:

@@ -1,80 +1,118 @@
 """The router: which experts see a token, and with what weight (section 3.7).
 
-Shapes: T tokens, k chosen of E experts, D hidden_size.
+The experts' first kernel makes the choice itself, so it is handed on as scores. Shapes: T tokens, k
+chosen of E experts, D hidden_size.
 """
+
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_engine.ops import launch
 from mlx_engine.ops.launch import Kernel
 from mlx_engine.ops.linear import linear_f32
+from mlx_engine.ops.mhc import (
+    MhcSublayer,
+    Mixing,
+    between_slices,
+    is_on,
+    mhc_between,
+    mhc_between_reference,
+)
+from mlx_engine.ops.mhc_bytes import HC
 from mlx_engine.ops.topk import top_k
+from mlx_engine.weights import MhcWeights
 
 
-def route(
-    x: mx.array,
-    gate_weight: mx.array,
-    gate_bias: mx.array,
-    *,
-    k: int,
-    gate_temp: float,
-    norm_topk_prob: bool,
-    scaling_factor: float,
-) -> tuple[mx.array, mx.array]:
-    """Choose k of E experts by biased score, weigh them by the plain one.
+@dataclass(frozen=True)
+class Router:
+    """weight: bf16 [E, D]; bias: f32 [E]; k experts are chosen by biased score."""
 
-    x: [T, D], gate_weight: bf16 [E, D], gate_bias: f32 [E] -> ids int32 [T, k] ascending in each
-    token, weights f32 [T, k]. Of equal experts the lowest is chosen.
+    weight: mx.array
+    bias: mx.array
+    k: int
+    gate_temp: float
+    norm_topk_prob: bool
+    scaling_factor: float
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The scores f32 [T, E] of every expert, without the bias, and by whom."""
+
+    scores: mx.array
+    router: Router
+
+    @launch.falls_back
+    def chosen(self) -> tuple[mx.array, mx.array]:
+        """Choose k of E experts by biased score, weigh them by the plain one.
+
+        ids int32 [T, k] ascending in each token, weights f32 [T, k]. Of equal experts the lowest is
+        chosen.
+        """
+        return _choose_metal(self) if launch.is_on("router") else choose_reference(self)
+
+
+@launch.falls_back
+def mhc_route(
+    h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer, router: Router
+) -> tuple[mx.array, mx.array, Mixing, Routing]:
+    """`mhc_between` for a layer's experts, and their scores: streams, x, coefficients, routing.
+
+    Up to 8 tokens take the two launches of `mhc_between` alone.
     """
-    compute = route_metal if launch.is_on("router") else route_reference
-    return compute(
-        x,
-        gate_weight,
-        gate_bias,
-        k=k,
-        gate_temp=gate_temp,
-        norm_topk_prob=norm_topk_prob,
-        scaling_factor=scaling_factor,
-    )
+    T, _, D = streams.shape
+    if T <= _FEW_TOKENS and D % 8 == 0 and launch.is_on("router") and is_on(streams):
+        return _mhc_route_metal(h, streams, last, pre, to, router)
+    streams, x, mixing = mhc_between(h, streams, last, pre, to)
+    return streams, x, mixing, route(x, router)
 
 
-def route_reference(
-    x: mx.array,
-    gate_weight: mx.array,
-    gate_bias: mx.array,
-    *,
-    k: int,
-    gate_temp: float,
-    norm_topk_prob: bool,
-    scaling_factor: float,
-) -> tuple[mx.array, mx.array]:
-    """`route` in MLX's operations."""
-    scores = _scores(x, gate_weight, gate_temp)
-    ids = top_k(scores + gate_bias, k)
-    weights = mx.take_along_axis(scores, ids, axis=-1)
-    if norm_topk_prob:
-        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return ids, weights * scaling_factor
+def route(x: mx.array, router: Router) -> Routing:
+    """The scores of x [T, D]: sqrt(softplus(logits)).
 
-
-def _scores(x: mx.array, gate_weight: mx.array, gate_temp: float) -> mx.array:
-    logits = linear_f32(x, gate_weight) / gate_temp
+    For many tokens MLX makes them: its f32 product in tiles does more for a byte than ours.
+    """
+    logits = linear_f32(x, router.weight) / router.gate_temp
     softplus = mx.maximum(logits, 0) + mx.log1p(mx.exp(-mx.abs(logits)))
-    return mx.sqrt(softplus)
+    return Routing(mx.sqrt(softplus), router)
+
+
+def choose_reference(routing: Routing) -> tuple[mx.array, mx.array]:
+    """`Routing.chosen` in MLX's operations."""
+    scores, router = routing.scores, routing.router
+    ids = top_k(scores + router.bias, router.k)
+    weights = mx.take_along_axis(scores, ids, axis=-1)
+    if router.norm_topk_prob:
+        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * router.scaling_factor
 
 
 _SCORES = Kernel(
     family="router",
     name="router_scores",
-    inputs=("x", "gate", "gate_temp"),
-    outputs=("scores",),
+    inputs=(
+        *("sums", "base", "scale", "epsilons", "collapsed", "norm_weight"),
+        *("gate", "gate_temp"),
+    ),
+    outputs=("scores", "pre", "post", "comb", "x"),
     body="""
         threadgroup float scratch[SIMD];
-        router_scores<T, W, TOKENS, D, E>(
-            x, gate, gate_temp, scores, scratch, threadgroup_position_in_grid.x,
-            thread_index_in_threadgroup, threads_per_threadgroup.x,
-            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+        const uint group = threadgroup_position_in_grid.x;
+        const uint thread_index = thread_index_in_threadgroup;
+        const uint simdgroup = simdgroup_index_in_threadgroup;
+        const uint lane = thread_index_in_simdgroup;
+        if (group < E) {
+            router_scores<T, N, W, TOKENS, D, E>(
+                sums, epsilons[1], collapsed, norm_weight, gate, gate_temp, scores, scratch, group,
+                thread_index, THREADS, simdgroup, lane);
+        } else {
+            finish<T, N, D, ITERS>(
+                sums, base, scale, epsilons, collapsed, norm_weight, pre, post, comb, x, scratch,
+                group - E, THREADS, thread_index, simdgroup, lane);
+        }
     """,
+    also=("mhc",),
 )
 _CHOOSE = Kernel(
     family="router",
@@ -87,66 +125,82 @@ _CHOOSE = Kernel(
             scores + t * E, bias, scaling, ids + t * K, weights + t * K,
             thread_index_in_simdgroup);
     """,
+    also=("mhc",),
 )
 # Threads that share an expert's row, and the most tokens for which they read it at once.
 _THREADS = 128
 _FEW_TOKENS = 8
 
 
-def route_metal(
-    x: mx.array,
-    gate_weight: mx.array,
-    gate_bias: mx.array,
-    *,
-    k: int,
-    gate_temp: float,
-    norm_topk_prob: bool,
-    scaling_factor: float,
-) -> tuple[mx.array, mx.array]:
-    """`route` in two launches for at most 8 tokens; D is a multiple of 8.
+def _mhc_route_metal(
+    h: mx.array, streams: mx.array, last: Mixing, pre: mx.array, to: MhcSublayer, router: Router
+) -> tuple[mx.array, mx.array, Mixing, Routing]:
+    """`mhc_route` for at most 8 tokens: the second launch scores and finishes side by side."""
+    streams, collapsed, sums = between_slices(h, streams, last, pre, to)
+    (T, D), E = collapsed.shape, router.weight.shape[0]
+    scores, *mixing, x = _SCORES(
+        [
+            *(sums, to.w.base, to.w.scale, to.epsilons, collapsed, to.norm_weight),
+            *(router.weight, mx.array(router.gate_temp)),
+        ],
+        template=[
+            *(("T", collapsed.dtype), ("N", to.norm_weight.dtype), ("W", router.weight.dtype)),
+            *(("TOKENS", T), ("D", D), ("E", E), ("ITERS", to.iters), ("THREADS", _THREADS)),
+        ],
+        grid=((E + T) * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        shapes=[(T, E), (T, HC), (T, HC), (T, HC, HC), (T, D)],
+        dtypes=[*[mx.float32] * 4, collapsed.dtype],
+    )
+    return streams, x, Mixing(*mixing), Routing(scores, router)
 
-    For more tokens MLX makes the scores: its f32 product in tiles does more for a byte than ours.
-    """
-    (T, D), E = x.shape, gate_weight.shape[0]
-    if T <= _FEW_TOKENS:
-        (scores,) = _SCORES(
-            [x, gate_weight, mx.array(gate_temp)],
-            template=[
-                *(("T", x.dtype), ("W", gate_weight.dtype)),
-                *(("TOKENS", T), ("D", D), ("E", E)),
-            ],
-            grid=(E * _THREADS, 1, 1),
-            threadgroup=(_THREADS, 1, 1),
-            shapes=[(T, E)],
-            dtypes=[mx.float32],
-        )
-    else:
-        scores = _scores(x, gate_weight, gate_temp)
+
+def _choose_metal(routing: Routing) -> tuple[mx.array, mx.array]:
+    """`Routing.chosen` in one launch."""
+    (T, E), router = routing.scores.shape, routing.router
     ids, weights = _CHOOSE(
-        [scores, gate_bias, mx.array(scaling_factor)],
-        template=[("K", k), ("E", E), ("NORM", norm_topk_prob)],
+        [routing.scores, router.bias, mx.array(router.scaling_factor)],
+        template=[("K", router.k), ("E", E), ("NORM", router.norm_topk_prob)],
         grid=(32, T, 1),
         threadgroup=(32, 1, 1),
-        shapes=[(T, k), (T, k)],
+        shapes=[(T, router.k), (T, router.k)],
         dtypes=[mx.int32, mx.float32],
     )
     return ids, weights
 
 
-def route_bytes(T: int, k: int, E: int, D: int, itemsize: int) -> int:
-    """Bytes that `route_metal` reads and writes for up to 8 tokens, with a bf16 gate."""
-    scores = 4 * T * E
-    return (2 * E * D + T * D * itemsize + 4 + scores) + (scores + 4 * E + 4 + 8 * T * k)
+def router_scores_bytes(T: int, E: int, D: int) -> int:
+    """Bytes that the scores of `mhc_route` add to its second launch, with a bf16 gate."""
+    return 2 * E * D + 4 + 4 * T * E
+
+
+def choose_bytes(T: int, k: int, E: int) -> int:
+    """Bytes that `Routing.chosen` reads and writes in a launch of its own."""
+    return 4 * T * E + 4 * E + 4 + 8 * T * k
 
 
 @launch.probe("router")
-def _probe() -> bool:
-    key = mx.random.key(3)
-    x, gate = mx.random.normal((3, 64), key=key), mx.random.normal((37, 64), key=key)
-    inputs = x.astype(mx.bfloat16), gate.astype(mx.bfloat16), mx.zeros((37,))
-    (ids, weights), (wanted, wanted_weights) = (
-        compute(*inputs, k=5, gate_temp=2.0, norm_topk_prob=True, scaling_factor=1.5)
-        for compute in (route_metal, route_reference)
+def agrees() -> bool:
+    """Whether scores and choices are the reference's, and the rest of a launch `mhc_between`'s."""
+    T, E, D = 3, 37, 64
+    keys = iter(mx.random.split(mx.random.key(3), 8))
+    streams, h = (mx.random.normal(s, key=next(keys)) for s in ((T, HC, D), (T, D)))
+    gate = mx.random.normal((E, D), key=next(keys)).astype(mx.bfloat16)
+    router = Router(gate, mx.zeros((E,)), 5, 2.0, True, 1.5)
+    shares = mx.softmax(mx.random.normal((T, 2 + HC, HC), key=next(keys)), axis=-1)
+    last = Mixing(shares[:, 0], shares[:, 1], shares[:, 2:])
+    w = MhcWeights(
+        mx.random.normal(((2 + HC) * HC, HC * D), key=next(keys)) / D,
+        mx.random.normal(((2 + HC) * HC,), key=next(keys)),
+        mx.array([0.5, 0.25, 0.125]),
     )
-    same = mx.array_equal(ids, wanted) & mx.allclose(weights, wanted_weights, rtol=1e-4)
-    return bool(same.item())
+    to = MhcSublayer(w, mx.ones((D,)), iters=3, hc_eps=0.02, norm_eps=1e-20)
+    _, x, mixing, routing = _mhc_route_metal(h, streams, last, last.pre, to, router)
+    _, wanted, of_reference = mhc_between_reference(h, streams, last, last.pre, to)
+    ids, weights = _choose_metal(routing)
+    chosen, wanted_weights = choose_reference(route(wanted, router))
+    pairs = [(x, wanted), (mixing.comb, of_reference.comb), (weights, wanted_weights)]
+    same = mx.array_equal(ids, chosen)
+    return bool(same.item()) and all(
+        mx.allclose(a, b, rtol=1e-4, atol=1e-5).item() for a, b in pairs
+    )

@@ -45,11 +45,13 @@ def _write() -> None:
     """Search anew for every case of the tests: minutes, far fewer with OPENBLAS_NUM_THREADS=1."""
     from tests.engine import test_mutations, test_reference
     from tests.engine.support import build
+    from tests.kernels import test_model
 
     cases: dict[str, tuple[dict[str, Any], int]] = {
         name: (case.config, case.T) for name, case in test_reference.CASES.items()
     }
     cases["loud"] = (test_mutations.CONFIG, test_mutations.T)
+    cases["kernels"] = (test_model.CONFIG, sum(test_model.CHUNKS))
     sequences = {
         name: search(build(config, 0).reference(), T) for name, (config, T) in cases.items()
     }

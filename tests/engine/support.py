@@ -26,6 +26,8 @@ from mlx_engine.layer_plan import LayerPlan
 from mlx_engine.model import Model
 from mlx_engine.ops.attention import SelectedRows, WindowRows
 from mlx_engine.ops.indexer import IndexQueries
+from mlx_engine.ops.mhc import Mixing
+from mlx_engine.ops.router import Routing
 from mlx_engine.state import SessionState
 from tests.checkpoints import write_checkpoint
 from tests.reference import engram
@@ -205,17 +207,20 @@ def _recorded(subject: Subject, T: int, formats: CacheFormats) -> Generator[Run]
             # Without a call every visible row is a candidate.
             run.candidates = visible_rows(plan, T)
     done = dict.fromkeys(by_gate.values(), 0)  # tokens that have passed the layer
-    route: Callable[..., Any] = mlx_engine.model.route
+    route: Callable[..., tuple[mx.array, mx.array, Mixing, Routing]] = mlx_engine.model.mhc_route
     attend: Callable[..., Any] = mlx_engine.model.sparse_attention
     choose: Callable[..., tuple[mx.array, mx.array | None]] = mlx_engine.model.choose_rows
 
-    def watched_route(x: mx.array, gate_weight: mx.array, *rest: Any, **options: Any) -> Any:
-        ids, weights = route(x, gate_weight, *rest, **options)
-        layer = by_gate[id(gate_weight)]
-        at = slice(done[layer], done[layer] + x.shape[0])
-        np.put_along_axis(run.experts[layer][at], np.array(ids), True, axis=-1)
+    def watched_route(
+        h: mx.array, *rest: Any, **options: Any
+    ) -> tuple[mx.array, mx.array, Mixing, Routing]:
+        streams, x, mixing, routing = route(h, *rest, **options)
+        layer = by_gate[id(routing.router.weight)]
+        at = slice(done[layer], done[layer] + h.shape[0])
+        ids = np.array(routing.chosen()[0], np.int32)
+        np.put_along_axis(run.experts[layer][at], ids, True, axis=-1)
         done[layer] = at.stop
-        return ids, weights
+        return streams, x, mixing, routing
 
     def watched_attention(
         q: mx.array,
@@ -252,7 +257,7 @@ def _recorded(subject: Subject, T: int, formats: CacheFormats) -> Generator[Run]
         return rows, blocks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlx_engine.model, "route", watched_route)
+        patch.setattr(mlx_engine.model, "mhc_route", watched_route)
         patch.setattr(mlx_engine.model, "sparse_attention", watched_attention)
         patch.setattr(mlx_engine.model, "choose_rows", watched_choice)
         yield run

@@ -17,24 +17,38 @@ from numpy.typing import NDArray
 import mlx_engine.model
 from mlx_engine import load
 from mlx_engine.engine import Dtype
+from mlx_engine.ops.mhc import Mixing
+from mlx_engine.ops.router import Routing
 
-Result = mx.array | tuple[mx.array, ...]
+Result = mx.array | Mixing | Routing | tuple[mx.array | Mixing | Routing, ...]
 
 PROMPT = [3 + i * 7 % 200 for i in range(60)]
 
-# What the model calls between its sublayers, and what must keep more digits.
+# What the model calls between its sublayers, what must keep more digits, and what gives both.
 ACTIVATIONS = (
+    "attention_front",
     "engram_gate",
     "fp8_linear",
+    "fp8_linear_pair",
     "grouped_output",
     "mhc_collapse_norm",
     "mhc_expand",
     "moe",
-    "rms_norm",
-    "rotate",
+    "pooled_rows",
     "sparse_attention",
 )
-WIDE = ("head_logits", "linear_f32", "mhc_coefficients", "pool_groups", "route")
+WIDE = ("head_logits", "linear_f32", "linear_f32_pair")
+BOTH = ("index_queries", "mhc_between", "mhc_enter", "mhc_route")
+
+
+def arrays(result: Result) -> list[mx.array]:
+    if isinstance(result, mx.array):
+        return [result]
+    if isinstance(result, Mixing):
+        return [result.pre, result.post, result.comb]
+    if isinstance(result, Routing):
+        return [result.scores, *result.chosen()]
+    return [array for part in result for array in arrays(part)]
 
 
 @contextmanager
@@ -45,7 +59,7 @@ def _watched() -> Generator[dict[str, set[mx.Dtype]]]:
     def watching(name: str, operation: Callable[..., Result]) -> Callable[..., Result]:
         def watched(*args: Any, **options: Any) -> Result:
             result = operation(*args, **options)
-            for array in result if isinstance(result, tuple) else (result,):
+            for array in arrays(result):
                 if mx.issubdtype(array.dtype, mx.floating):
                     seen.setdefault(name, set()).add(array.dtype)
             return result
@@ -53,7 +67,7 @@ def _watched() -> Generator[dict[str, set[mx.Dtype]]]:
         return watched
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in (*ACTIVATIONS, *WIDE):
+        for name in (*ACTIVATIONS, *WIDE, *BOTH):
             operation = getattr(mlx_engine.model, name)
             patch.setattr(mlx_engine.model, name, watching(name, operation))
         yield seen
@@ -71,9 +85,9 @@ def test_activations_have_the_chosen_type_and_the_rest_is_f32(
         seen.clear()
         next(tokens)
     expected = {name: {chosen} for name in ACTIVATIONS} | {name: {mx.float32} for name in WIDE}
+    expected |= {name: {chosen, mx.float32} for name in BOTH}
     assert prefill == expected
-    # The sixty-first token opens a group of two, so nothing is pooled.
-    assert seen == {name: types for name, types in expected.items() if name != "pool_groups"}
+    assert seen == expected
 
 
 def test_bfloat16_is_the_default(checkpoint: Path) -> None:

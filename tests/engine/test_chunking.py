@@ -1,6 +1,7 @@
 """However a prompt is cut, and however little the upper layers see, the result is the same."""
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -103,9 +104,7 @@ def test_short_prefill_computes_less(subject: Subject, monkeypatch: pytest.Monke
     moe: Callable[..., mx.array] = mlx_engine.model.moe
     for prefill in ("short", "full"):
 
-        def counted(
-            x: mx.array, *rest: mx.array, kind: str = prefill, **options: float
-        ) -> mx.array:
+        def counted(x: mx.array, *rest: Any, kind: str = prefill, **options: float) -> mx.array:
             rows[kind] += x.shape[0]
             return moe(x, *rest, **options)
 

@@ -13,6 +13,8 @@ from mlx_engine.checkpoint import open_checkpoint
 from mlx_engine.formats import CacheFormats
 from mlx_engine.model import Model
 from mlx_engine.ops.attention import SelectedRows, WindowRows
+from mlx_engine.ops.mhc import Mixing
+from mlx_engine.ops.router import Routing
 from mlx_engine.session import Session
 from mlx_engine.state import SessionState
 from tests.checkpoints import write_checkpoint
@@ -108,12 +110,12 @@ def text_ids(name: str) -> list[int]:
 
 def record_own(monkeypatch: pytest.MonkeyPatch) -> Choices:
     choices = Choices()
-    route, attention = mlx_engine.model.route, mlx_engine.model.sparse_attention
+    route, attention = mlx_engine.model.mhc_route, mlx_engine.model.sparse_attention
 
-    def recorded_route(*args: Any, **options: Any) -> tuple[mx.array, mx.array]:
-        ids, weights = route(*args, **options)
-        choices.add_experts(ids)
-        return ids, weights
+    def recorded_route(*args: Any, **options: Any) -> tuple[mx.array, mx.array, Mixing, Routing]:
+        streams, x, mixing, routing = route(*args, **options)
+        choices.add_experts(routing.chosen()[0])
+        return streams, x, mixing, routing
 
     def recorded_attention(
         q: mx.array,
@@ -132,7 +134,7 @@ def record_own(monkeypatch: pytest.MonkeyPatch) -> Choices:
         choices.add_rows(ids, n_rows, q.shape[0])
         return attention(q, first_query, window, selected, sinks, **options)
 
-    monkeypatch.setattr(mlx_engine.model, "route", recorded_route)
+    monkeypatch.setattr(mlx_engine.model, "mhc_route", recorded_route)
     monkeypatch.setattr(mlx_engine.model, "sparse_attention", recorded_attention)
     return choices
 

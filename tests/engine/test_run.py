@@ -60,7 +60,8 @@ def test_text_and_json_say_the_same() -> None:
 def test_reasoning_goes_to_stderr() -> None:
     result = ds41("run", "Hi", "--max-tokens", "4", "--temperature", "0")
     assert (result.exit_code, result.stdout) == (0, "")
-    _, reasoning, statistics = result.stderr.splitlines()
+    _, paths, reasoning, statistics = result.stderr.splitlines()
+    assert paths.startswith("ds41: ") and "MLX's own operations" in paths
     assert reasoning and statistics.endswith("; length")
 
 
@@ -75,7 +76,7 @@ def test_ctrl_c_while_answering() -> None:
         rest, errors = program.communicate(timeout=60)
     assert program.returncode == 130
     assert (begin + rest).endswith(b"\n")
-    _, statistics = errors.decode().splitlines()
+    _, _, statistics = errors.decode().splitlines()
     assert statistics.startswith("ds41: prompt ") and statistics.endswith("; cancelled")
 
 

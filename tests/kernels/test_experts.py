@@ -13,6 +13,7 @@ from mlx_engine.weights import FfnWeights, Fp4, Fp8
 from tests.msl.emulator import Report
 from tests.msl.memory import as_float64, contents
 from tests.reference.formats import e2m1, e4m3, e8m0
+from tests.unit.arrays import routing
 
 Float = NDArray[np.float64]
 
@@ -32,7 +33,8 @@ class Case:
     shared: tuple[Float, Float, Float]
 
     def run(self, limit: float) -> mx.array:
-        return moe(self.x, self.ids, self.weights, self.ffn, limit=limit)
+        chosen = routing(contents(self.ids), contents(self.weights), self.ffn.w1.weight.shape[0])
+        return moe(self.x, chosen, self.ffn, limit=limit)
 
     @property
     def different(self) -> int:
@@ -134,14 +136,14 @@ def test_few_tokens(
     shape: tuple[int, int, int, int, int], dtype: mx.Dtype, kernels_on: list[Report]
 ) -> None:
     """Within the rounding bound of float64; the bytes are those of the formula."""
-    T, k, _, D, inter = shape
+    T, k, E, D, inter = shape
     c = case(*shape, dtype)
     found = c.run(0.75)
     assert found.dtype == dtype
     agrees(found, c.expected(0.75))
     if kernels_on:
         assert [r.kernel for r in kernels_on] == ["moe_gate_up", "moe_down"]
-        wanted = moe_bytes(T, k, D, inter, dtype.size, experts=c.different)
+        wanted = moe_bytes(T, k, E, D, inter, dtype.size, experts=c.different)
         assert sum(r.unique_bytes for r in kernels_on) == wanted
 
 
@@ -213,7 +215,7 @@ def test_scales_at_both_ends(kernels_on: list[Report]) -> None:
     x = mx.array(2.0**-120 * np.eye(1, 32, dtype=np.float32))
     for first, last in ((254, 0), (127, 254)):
         ffn = FfnWeights(none, none, fp4(first), fp4(last), fp4(254), zero, zero, zero)
-        found = moe(x, mx.array([[0]]), mx.array([[1.0]]), ffn, limit=2.0**100)
+        found = moe(x, routing(np.array([[0]]), np.ones((1, 1)), 1), ffn, limit=2.0**100)
         gate, up = (6 * 2.0 ** (scale - 127 - 120) for scale in (first, 254))
         act = np.float32(gate / (1 + np.exp(-gate)) * up)
         # The result is subnormal with the least scale; on a GPU it may be flushed to zero.

@@ -8,17 +8,24 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_engine.formats import COMPRESSED, INDEX, WINDOW, PackedFormat
-from mlx_engine.ops.compressor import pool_groups
 from mlx_engine.ops.front import (
+    Ring,
     attention_front,
-    attention_front_bytes,
     attention_front_reference,
     encoded_keys,
-    encoded_keys_bytes,
     encoded_keys_reference,
+    index_queries,
+    index_queries_reference,
+    pool_groups,
     pooled_rows,
-    pooled_rows_bytes,
     pooled_rows_reference,
+)
+from mlx_engine.ops.front_bytes import (
+    attention_front_bytes,
+    encoded_keys_bytes,
+    in_ring_bytes,
+    index_queries_bytes,
+    pooled_rows_bytes,
 )
 from mlx_engine.ops.rope import Rotation, rotate
 from tests.msl.emulator import Report
@@ -125,6 +132,25 @@ def test_attention_front(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("N", "slot", "D"), [(1, 0, 64), (5, 4, 128), (128, 77, 512)])
+def test_a_row_in_its_ring(
+    N: int, slot: int, D: int, dtype: mx.Dtype, kernels_on: list[Report]
+) -> None:
+    """The ring with one row changed, to what it would be alone."""
+    L, R = 66, 16
+    latent, kv = f32(3 * normal(0, 1, L)).astype(dtype), f32(normal(1, 1, D)).astype(dtype)
+    norms, at = (bf16(normal(2, L)), bf16(1 + normal(3, D))), rotation(1, R)
+    rows = mx.random.randint(0, 1 << 32, (N, WINDOW.words(D)), mx.uint32, key=mx.random.key(0))
+    found, ring = attention_front(
+        latent, kv, *norms, at, eps=EPS, fmt=WINDOW, ring=Ring(rows, slot)
+    )
+    bytes_are(kernels_on, in_ring_bytes(N, L, D, R, dtype.size))
+    alone, row = attention_front(latent, kv, *norms, at, eps=EPS, fmt=WINDOW)
+    same(found, alone)
+    same(ring, mx.where(mx.arange(N)[:, None] == slot, row, rows))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 @pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in SIZES])
 def test_pooled_rows(
@@ -158,6 +184,28 @@ def test_encoded_keys(G: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[
     right = encoded_keys_reference(key, norm, at, dtype=dtype, eps=EPS, fmt=INDEX)
     close_rows(found, as_rows(*right, D), INDEX, D)
     bytes_are(kernels_on, encoded_keys_bytes(G, D, R))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("Q", "H", "D", "K", "R"), [(1, 3, 64, 60, 16), (3, 32, 128, 5120, 64)])
+def test_index_queries(
+    Q: int, H: int, D: int, K: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]
+) -> None:
+    """Rounded values as their codes, and head weights within f32's rounding of K products."""
+    q, x = f32(normal(0, Q, H, D)).astype(dtype), f32(normal(1, Q, K)).astype(dtype)
+    weights, at = bf16(normal(2, H, K)), rotation(Q, R)
+    found, head_weights = index_queries(q, x, weights, at, fmt=INDEX)
+    right, _ = index_queries_reference(q, x, weights, at, fmt=INDEX)
+    assert found.dtype == dtype and head_weights.dtype == mx.float32
+    for one in (found, right):
+        # Rounding what is rounded changes nothing.
+        same(INDEX.decode(*INDEX.encode(one)).astype(dtype), one)
+    rows, expected = (as_rows(*INDEX.encode(a.reshape(-1, D)), D) for a in (found, right))
+    close_rows(rows, expected, INDEX, D)
+    a, b = host(x).astype(np.float64), host(weights).astype(np.float64)
+    error = np.abs(host(head_weights) - a @ b.T / np.sqrt(D * H))
+    assert (error <= K * 2.0**-24 * (np.abs(a) @ np.abs(b).T) / np.sqrt(D * H)).all()
+    bytes_are(kernels_on, index_queries_bytes(Q, H, D, K, R, dtype.size))
 
 
 def bytes_are(reports: list[Report], planned: int) -> None:

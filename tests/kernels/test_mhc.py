@@ -13,14 +13,12 @@ from mlx_engine.ops.mhc import (
     Mixing,
     agrees,
     mhc_between,
-    mhc_coefficients,
     mhc_collapse_norm,
     mhc_enter,
     mhc_expand,
 )
 from mlx_engine.ops.mhc_bytes import (
     mhc_between_bytes,
-    mhc_coefficients_bytes,
     mhc_collapse_norm_bytes,
     mhc_enter_bytes,
     mhc_expand_bytes,
@@ -157,13 +155,10 @@ def test_each_step_alone(
     x, coefficients = mhc_enter(streams, last.pre, to)
     check_input(x, streams, last.pre, to)
     check_coefficients(coefficients, streams, to)
-    alone = mhc_coefficients(streams, to.w, iters=to.iters, hc_eps=HC_EPS, norm_eps=NORM_EPS)
-    check_coefficients(Mixing(*alone), streams, to)
     expected = [
         mhc_expand_bytes(T, D, value_bytes=dtype.size),
         mhc_collapse_norm_bytes(T, D, value_bytes=dtype.size),
         *mhc_enter_bytes(T, D, value_bytes=dtype.size),
-        *mhc_coefficients_bytes(T, D, value_bytes=dtype.size),
     ]
     check_bytes(kernels_on, expected)
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from mlx_engine.cli import run
 from mlx_engine.cli.main import app
 from mlx_engine.engram_table import EngramStats
+from mlx_engine.ops.launch import FastPaths
 from mlx_engine.prompt import Message, conversation, encode, encode_raw
 from mlx_engine.respond import Request
 from mlx_engine.sampling import Sampling
@@ -35,6 +36,9 @@ def call_of(model: FakeModel) -> Call:
     return call
 
 
+NO_KERNELS = "ds41: no Metal kernels, this machine computes with MLX's own operations"
+
+
 def prompt_ids(text: str, effort: Any = "high", system: str | None = None) -> tuple[int, ...]:
     messages = [Message("system", system)] if system is not None else []
     conversed = conversation([*messages, Message("user", text)], effort)
@@ -45,7 +49,9 @@ def test_answer_to_stdout_and_the_rest_to_stderr(model: FakeModel):
     result = ds41("run", "Hi")
     assert result.exit_code == 0
     assert result.stdout == "so\U0001f600\n"
-    reasoning, _, statistics = result.stderr.partition("\n\n")
+    paths, _, rest = result.stderr.partition("\n")
+    assert paths == NO_KERNELS
+    reasoning, _, statistics = rest.partition("\n\n")
     assert reasoning == "why"
     assert len(statistics.splitlines()) == 1
     n = len(call_of(model).token_ids)
@@ -54,6 +60,20 @@ def test_answer_to_stdout_and_the_rest_to_stderr(model: FakeModel):
         assert part in statistics
     assert "\x1b" not in result.output
     assert model.engine.is_closed and model.engine.is_left
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "line"),
+    [
+        (("attention", "mhc"), (), "Metal kernels for attention, mhc"),
+        (("mhc",), ("linear",), "Metal kernels for mhc; MLX's own operations for linear"),
+    ],
+)
+def test_which_kernels_compute_is_said(
+    model: FakeModel, on: tuple[str, ...], off: tuple[str, ...], line: str
+):
+    model.engine.fast_paths = FastPaths(on, off)
+    assert ds41("run", "Hi").stderr.splitlines()[0] == f"ds41: {line}"
 
 
 def test_no_rows_are_no_share(model: FakeModel, monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +202,7 @@ def test_a_failure_to_write_stops_the_engine(model: FakeModel, monkeypatch: pyte
 
     monkeypatch.setattr("mlx_engine.cli.terminal.typer.secho", closed)
     result = ds41("run", "Hi")
-    assert (result.exit_code, result.output) == (1, "")
+    assert (result.exit_code, result.output) == (1, f"{NO_KERNELS}\n")
     assert model.engine.is_closed and model.engine.is_left
     assert model.engine.tokens_made == 1
 
@@ -213,7 +233,7 @@ def test_a_second_ctrl_c_does_not_wait(model: FakeModel):
     model.engine = FakeEngine(SAID, before_token=twice)
     result = ds41("run", "Hi")
     assert result.exit_code == 130
-    assert (result.output, model.engine.tokens_made) == ("", 0)
+    assert (result.output, model.engine.tokens_made) == (f"{NO_KERNELS}\n", 0)
     assert model.engine.is_closed and model.engine.is_left
 
 

@@ -11,21 +11,21 @@ import pytest
 
 from mlx_engine.config_file import parse_config
 from mlx_engine.formats import INDEX
-from mlx_engine.ops.compressor import index_keys, pool_groups
 from mlx_engine.ops.engram import engram_gate
 from mlx_engine.ops.experts import clamped_swiglu, moe
+from mlx_engine.ops.front import encoded_keys, pool_groups
 from mlx_engine.ops.linear import fp8_linear, grouped_output
-from mlx_engine.ops.mhc import mhc_coefficients, mhc_collapse_norm, mhc_expand
+from mlx_engine.ops.mhc import mhc_coefficients_reference, mhc_collapse_norm, mhc_expand
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.ops.rope import rotate, rotation, yarn_bounds
-from mlx_engine.ops.router import route
+from mlx_engine.ops.router import Router, route
 from mlx_engine.weights import EngramWeights, FfnWeights, Fp4, Fp8, MhcWeights
 from tests.reference import formats as reference
 from tests.reference.engram import add_gated
 from tests.reference.forward import sigmoid, sinkhorn, softmax
 from tests.reference.random_tensors import DATA, TINY_CONFIG
 from tests.reference.rope import rope, rope_frequencies
-from tests.unit.arrays import Float, close, f32, host, normal
+from tests.unit.arrays import Float, close, f32, host, normal, routing
 
 TINY = parse_config(TINY_CONFIG)
 
@@ -90,7 +90,9 @@ def test_mhc_coefficients(iters: int) -> None:
     hc, D, T, eps = 3, 32, 5, 0.01
     w, fn, base, scale = mhc(hc, D)
     streams = normal(3, T, hc, D)
-    pre, post, comb = mhc_coefficients(f32(streams), w, iters=iters, hc_eps=eps, norm_eps=1e-20)
+    pre, post, comb = mhc_coefficients_reference(
+        f32(streams), w, iters=iters, hc_eps=eps, norm_eps=1e-20
+    )
     flat = streams.reshape(T, -1)
     mix = flat @ fn.T / np.sqrt((flat**2).mean(-1, keepdims=True))
     close(pre, sigmoid(mix[:, :hc] * scale[0] + base[:hc]) + eps)
@@ -102,7 +104,7 @@ def test_mhc_coefficients(iters: int) -> None:
 def test_sinkhorn_makes_comb_doubly_stochastic_columns_last() -> None:
     w, *_ = mhc(4, 32)
     streams = f32(normal(3, 50, 4, 32))
-    _, _, comb = mhc_coefficients(streams, w, iters=20, hc_eps=1e-6, norm_eps=1e-20)
+    _, _, comb = mhc_coefficients_reference(streams, w, iters=20, hc_eps=1e-6, norm_eps=1e-20)
     close(mx.sum(comb, axis=-1), np.ones((50, 4)), 1e-4)
     close(mx.sum(comb, axis=-2), np.ones((50, 4)), 3e-6)
     assert host(comb).min() > 0
@@ -198,7 +200,7 @@ def test_moe_for_few_and_many_rows(T: int) -> None:
     for t in range(T):
         for e, weight in zip(ids[t], weights[t], strict=True):
             expected[t] += weight * expert(x[t], v1[e], v3[e], v2[e])
-    found = moe(f32(x), mx.array(ids.astype(np.int32)), f32(weights), ffn, limit=limit)
+    found = moe(f32(x), routing(ids, weights, E), ffn, limit=limit)
     close(found, expected, 1e-5)
 
 
@@ -212,15 +214,8 @@ def test_route(norm_topk_prob: bool) -> None:
     weights = np.take_along_axis(scores, ids, axis=1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=1, keepdims=True)
-    found_ids, found = route(
-        f32(x),
-        f32(gate),
-        f32(bias),
-        k=3,
-        gate_temp=0.7,
-        norm_topk_prob=norm_topk_prob,
-        scaling_factor=2.5,
-    )
+    router = Router(f32(gate), f32(bias), 3, 0.7, norm_topk_prob, 2.5)
+    found_ids, found = route(f32(x), router).chosen()
     assert np.array(found_ids).tolist() == ids.tolist()
     np.testing.assert_allclose(host(found), 2.5 * weights, rtol=2e-5)
 
@@ -238,10 +233,9 @@ def test_pool_groups(ratio: int) -> None:
 
 def test_index_keys_are_normed_then_rotated_then_rounded() -> None:
     c, positions = TINY, np.array([0, 2, 4, 400])
-    latent, wk, k_norm = normal(0, 4, 64), normal(1, 32, 64), normal(2, 32)
+    key, k_norm = normal(0, 4, 32), normal(2, 32)
     at = rotation(c, positions, is_compressed=True)
-    keys = index_keys(f32(latent), f32(wk), f32(k_norm), at, INDEX, 1e-20)
-    key = latent @ wk.T
+    keys = encoded_keys(f32(key), f32(k_norm), at, dtype=mx.float32, eps=1e-20, fmt=INDEX)
     key = key / np.sqrt((key**2).mean(-1, keepdims=True)) * k_norm
     frequencies = rope_frequencies(
         c.qk_rope_head_dim,
