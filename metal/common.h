@@ -1,4 +1,5 @@
-// What the kernels share: the checkpoint's number formats, the experts' activation, sums over threads.
+// What the kernels share: the checkpoint's number formats, the experts' activation, sums over
+// threads.
 //
 // Codes are read packed, as released: e4m3 four to a 32-bit word and e2m1 eight, lowest first.
 // Scales are e8m0 bytes, powers of two, which a kernel turns into a float by placing the exponent.

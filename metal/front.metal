@@ -5,18 +5,27 @@
 //     normed  = T(weight * T(pooled) * rsqrt(mean(T(pooled)^2) + eps))
 //     row     = codes and group scales of T(rope(normed)), the last R channels turned
 //
-// Rows [G * RATIO, D] in f32 or T, gates f32, weight bf16 or f32, cos and sin f32 [G, R]. Formats:
+// Rows [G * RATIO, D] in f32 or T, gates f32, weight bf16 or f32, cos and sin f32 [G, R]. The first
+// PENDING rows and gates of a pooling are those that earlier tokens left, in arrays of their own,
+// so that nothing is copied to join them. Formats:
 // WINDOW_ROW (e4m3, an e8m0 scale for 32), COMPRESSED_ROW (e2m1, an e4m3 scale for 16), INDEX_KEY
 // (e2m1, an e8m0 scale for 32). D is a multiple of 64 up to 512, L of 2. Sums are f32.
 //
 // One threadgroup of D/2 threads a row, a pair of channels a thread: pairs are what RoPE turns, and
-// a group's largest value is found by shuffles within half a simdgroup. 32 floats of threadgroup
-// memory. index_queries rounds a head's query to values of T, and multiplies the head's row of
-// weights [K] with x [K] too. attention_front has a second threadgroup for each token, for the norm of q's latent
-// [Q, L], and for a decode step one for each row of the window's ring, which is copied with the new
-// row in it. That is 140 KB, far too little to fill 80 cores: what it saves is launches, one in the
-// place of two norms, a rotation, a rounding, a packing and the update. About 2 FLOP for each byte
-// of the new row.
+// a group's largest value is found by shuffles within half a simdgroup. Threadgroup memory: 128
+// bytes.
+// attention_front has a second threadgroup for each token, for the norm of q's latent [Q, L], and
+// for a decode step one for each row of the window's ring, which is copied with the new row in it:
+// 129 of 256 threads at the released widths, more than one for each of 80 cores, and 140 KB, so
+// that its time is a launch's. What it saves is launches, one in the place of two norms, a
+// rotation, a rounding, a packing and the update. About 5 operations for each byte of the new row,
+// none for the rest.
+// pooled_rows and an index key are one threadgroup for a decode step, on 10 KB and 1 KB: one core's
+// work, a launch's time; a prefill has a threadgroup for each of its groups. About 5 operations a
+// byte.
+// index_queries rounds a head's query to values of T, and multiplies the head's row of weights [K]
+// with x [K] too: 32 threadgroups of 64 threads that read 10 KB each, a launch's time again. One
+// operation a byte of weights.
 
 constant constexpr int WINDOW_ROW = 0;
 constant constexpr int COMPRESSED_ROW = 1;
@@ -120,25 +129,51 @@ inline void copy_row(
     }
 }
 
-// A channel of a group of RATIO rows, D apart, by the softmax of its gates.
-template <int D, int RATIO, typename Rows, typename Gates>
-inline float pooled(Rows rows, Gates gates) {
+// Rows of D channels, the first PENDING of which lie apart.
+template <int D, int PENDING>
+struct Joined {
+    const device float* pending;
+    const device float* others;
+
+    float at(uint row, uint channel) const {
+        if (row < PENDING) {
+            return pending[row * D + channel];
+        }
+        return others[size_t(row - PENDING) * D + channel];
+    }
+};
+
+// A channel of a group of RATIO rows, by the softmax of its gates.
+template <int RATIO, typename Rows>
+inline float pooled(Rows rows, Rows gates, uint group, uint channel) {
+    const uint first = group * RATIO;
     if constexpr (RATIO == 1) {
-        return float(rows[0]);
+        return rows.at(first, channel);
     } else {
-        float top = gates[0];
-        for (int i = 1; i < RATIO; i++) {
-            top = max(top, gates[i * D]);
+        float top = gates.at(first, channel);
+        for (uint i = 1; i < RATIO; i++) {
+            top = max(top, gates.at(first + i, channel));
         }
         float sum = 0.0f;
         float total = 0.0f;
-        for (int i = 0; i < RATIO; i++) {
-            const float share = exp(gates[i * D] - top);
-            sum += share * float(rows[i * D]);
+        for (uint i = 0; i < RATIO; i++) {
+            const float share = exp(gates.at(first + i, channel) - top);
+            sum += share * rows.at(first + i, channel);
             total += share;
         }
         return sum / total;
     }
+}
+
+template <int RATIO, typename Rows>
+inline float2 pooled_pair(Rows rows, Rows gates, uint group, uint channel) {
+    return float2(
+        pooled<RATIO>(rows, gates, group, channel), pooled<RATIO>(rows, gates, group, channel + 1));
+}
+
+template <typename Row>
+inline float2 pair_of(Row row, uint pair) {
+    return float2(float(row[2 * pair]), float(row[2 * pair + 1]));
 }
 
 // The norm of a pair, rounded to T: `r` is one over the root of the mean square.
@@ -155,14 +190,11 @@ inline float2 turned_pair(float2 x, Table cos, Table sin) {
         float(T(x.x * cos[0] + x.y * sin[0])), float(T(x.y * cos[1] + x.x * sin[1])));
 }
 
-// One row, by all D/2 threads of a group: `rows` and `gates` point at its first, `cos` and `sin` at
-// its position's, `codes` and `scales` at its own, and so does `latent` if the norm is KEPT.
-template <
-    typename T, int D, int R, int RATIO, int FORMAT, bool KEPT, typename Rows, typename Gates,
-    typename Weight, typename Table>
+// One row, by all D/2 threads of a group, each with its pair x: `cos` and `sin` point at its
+// position's, `codes` and `scales` at its own, and so does `latent` if the norm is KEPT.
+template <typename T, int D, int R, int FORMAT, bool KEPT, typename Weight, typename Table>
 inline void cached_row(
-    Rows rows,
-    Gates gates,
+    float2 x,
     Weight weight,
     float eps,
     Table cos,
@@ -175,9 +207,7 @@ inline void cached_row(
     uint simdgroup,
     uint lane) {
     const uint channel = 2 * thread_index;
-    float2 x;
-    x.x = float(T(pooled<D, RATIO>(rows + channel, gates + channel)));
-    x.y = float(T(pooled<D, RATIO>(rows + channel + 1, gates + channel + 1)));
+    x = float2(float(T(x.x)), float(T(x.y)));
     const float squares = group_sum(x.x * x.x + x.y * x.y, scratch, D / 64, simdgroup, lane);
     x = normed_pair<T>(x, precise::rsqrt(squares / float(D) + eps), weight + channel);
     if constexpr (KEPT) {

@@ -14,7 +14,8 @@
 //   scaled. A simdgroup takes 16 keys at a time against all heads: each key is read once for a
 //   query. Threadgroup: 8 simdgroups; grid: threadgroups that share the keys, then Q. Threadgroup
 //   memory at the released 32 heads of 128 channels: 8.5 KiB of queries and 10 KiB of keys, whose
-//   place the heads' products take afterwards. Arithmetic: 8192 operations for 68 bytes of a key,
+//   place the heads' products take afterwards; 64 heads would take more than there is, so that the
+//   wrapper keeps them from here. Arithmetic: 8192 operations for 68 bytes of a key,
 //   120 a byte, so a scan is bound by arithmetic even for one query; decoding a value takes about 5
 //   operations beside the 64 of its products. Geometry: 640 threadgroups walk the keys in strides,
 //   8 for each of 80 cores, so that a million rows cost each of them 13 tiles for one staging of
@@ -24,11 +25,13 @@
 //   Keys are unsigned integers in the order of the scores. Each thread keeps SHARE of them in
 //   registers; the threshold is found bit by bit from counts over the threadgroup, until exactly k
 //   reach it. Up to 16,384 entries take one launch of one threadgroup a query. More are cut into
-//   parts, whose best k go into a second launch; parts are as small as leaves that one no more work
+//   parts, whose best k go into another launch; parts are as small as leaves that one no more work
 //   than the first: 16,384 entries of a million rows, 4096 of 60,000. Threadgroup memory: 256
 //   bytes. Arithmetic: two operations a bit and entry, at most 16 a byte. Geometry: threadgroups of
-//   1024 threads, 64 of them for a million rows, whose 4 MB are read once. The second launch is one
-//   threadgroup a query, for 5,000 entries from 16,385 rows on and 32,768 from a million.
+//   1024 threads, 64 of them for a million rows, whose 4 MB are read once. The last launch is one
+//   threadgroup a query, for 5,000 entries from 16,385 rows on and 16,384 from 524,288; for more
+//   the survivors are cut once more. No thread keeps more than 16 entries: with 1024 threads an M1
+//   has about 50 registers for each, and 32 entries with what works on them may not fit.
 
 constant constexpr uint KEYS = 16;
 constant constexpr uint CHANNELS = 32;

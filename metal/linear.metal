@@ -15,7 +15,9 @@
 //   but one. Threadgroup memory: 128 bytes a simdgroup, at most 1 KiB. Arithmetic: 2 M operations a
 //   byte of e4m3, and about 2 to decode it. Geometry: 80 cores want some 1280 simdgroups to keep
 //   their loads in flight. N/4 falls short of it where N < 5120, there SPLIT, up to 8, makes up for
-//   it: 1280 for wq_a, 1024 for wkv, 768 for the router.
+//   it. Two products of one x are one launch, whose first threadgroups make the one and the others
+//   the other: 1792 simdgroups for wq_a with wkv, 2048 for a compressor's two. Short of it is the
+//   index keys' product alone, 64 on 128 KB.
 //
 // Many rows: bound by arithmetic, in simdgroup matrices. A threadgroup of 4 simdgroups makes
 //   64 x 64 outputs, each simdgroup 32 x 32 in 16 matrices. It walks K in tiles of 32, the width of

@@ -10,13 +10,15 @@
 // float [tokens, k]. All sums are f32.
 //
 // router_scores: a threadgroup of 128 threads an expert, which reads its row once for up to 8
-// tokens; grid (E + tokens) * 128, where the last ones finish mhc.metal's second launch. At the
-// released widths 3.9 MB over 384 threadgroups of 4 simdgroups, 19 simdgroups for each of 80 cores;
-// one simdgroup a row would be 5. 2 flops for each 2 bytes at one token. Threadgroup memory: 128
-// bytes.
+// tokens; grid (E + tokens) * 128, where the last ones are mhc.metal's second launch, one for each
+// token, with 4 simdgroups instead of 16: they run beside the others. At the released widths 3.9 MB
+// over 384 threadgroups of 4 simdgroups, 19 simdgroups for each of 80 cores; one simdgroup a row
+// would be 5. Each also makes x, from 20 KB that stay in the cache. 2 operations for each 2 bytes
+// of the gate at one token, and about 4 to make a value of x. Threadgroup memory: 128 bytes.
 // router_choose: a simdgroup a token, E / 32 neighbouring scores in each lane's registers; k rounds
 // of two simd operations. It reads 1.5 KB a token; experts.metal calls it in each threadgroup that
-// needs the choice.
+// needs the choice. About 2 operations a byte and round, no threadgroup memory. By itself, for a
+// prefill's tokens, it is a threadgroup of one simdgroup a token, 26 a core in a chunk of 2,048.
 
 constant constexpr uint VALUES = 8;
 

@@ -6,15 +6,16 @@ result is not its reference's is reported and not timed.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from mlx_engine.errors import DeviceError
-from mlx_engine.kernel_cases import Case, Compute, Work, cases
-from mlx_engine.kernel_inputs import Numbers, Sizes
+from mlx_engine.kernel_cases import Case, cases
+from mlx_engine.kernel_inputs import Compute, Numbers, Sizes, Work
 from mlx_engine.ops import launch
 from mlx_engine.ops.launch import KernelFactory
 from mlx_engine.power import PowerMeter
@@ -49,19 +50,38 @@ _PACKED_LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Timing:
-    """How long is measured: `chains` times a chain of calls that takes about `chain_s`."""
+    """How long is measured: `chains` times a chain of calls that takes about `chain_s`.
+
+    A chain goes through every copy at least once, and beyond that has `most_calls` at the most and
+    outputs of `most_made_bytes`. With a meter more chains run for `power_s`, in which several of
+    its samples fall.
+    """
 
     chain_s: float = 0.1
     chains: int = 9
-    most_calls: int = 512
+    most_calls: int = 2048
+    most_made_bytes: int = 1 << 30
+    power_s: float = 1.5
+
+
+class Measured(NamedTuple):
+    """Of one call: seconds of the device, and of the host to describe it to MLX; joules of both.
+
+    `is_floored` says that the device's were too few for the clock: it took less than given here.
+    """
+
+    seconds: float
+    host_s: float
+    is_floored: bool
+    joules: float | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """What became of a case: of one call the bytes that it must move, `launches` and `measured`.
 
-    `fault` says what is wrong with the kernel, and then there are no figures: seconds and joules of
-    one call, launches of kernels in it, bytes that it must move. joules is None without a meter.
+    `touched_bytes` are the different ones of a chain. `fault` says what is wrong with the kernel,
+    and then it was not measured.
     """
 
     family: str
@@ -69,10 +89,18 @@ class Result:
     tokens: int
     per_token: float
     n_bytes: int
+    touched_bytes: int
     fault: str = ""
     launches: int = 0
-    seconds: float = 0.0
-    joules: float | None = None
+    measured: Measured | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.measured.seconds if self.measured else 0.0
+
+    @property
+    def joules(self) -> float | None:
+        return self.measured.joules if self.measured else None
 
     @property
     def gb_per_s(self) -> float:
@@ -116,40 +144,64 @@ def totals(results: Sequence[Result]) -> tuple[float, float | None]:
 
 
 class _Counter:
-    """A kernel factory that counts the launches of what another one makes."""
+    """A kernel factory that counts the launches of what another one makes.
+
+    While it is checking, each is computed at once, so that a fault has the kernel's name.
+    """
 
     def __init__(self, factory: KernelFactory) -> None:
         self._factory = factory
         self.launches = 0
+        self.is_checking = False
 
     def __call__(self, **arguments: Any) -> Callable[..., list[mx.array]]:
-        kernel = self._factory(**arguments)
+        name = str(arguments["name"])
+        with _named(name):
+            kernel = self._factory(**arguments)
 
         def run(**call: Any) -> list[mx.array]:
             self.launches += 1
-            return kernel(**call)
+            if not self.is_checking:
+                return kernel(**call)
+            mx.eval(call["inputs"])
+            with _named(name):
+                outputs = kernel(**call)
+                mx.eval(outputs)
+            return outputs
 
         return run
+
+
+@contextmanager
+def _named(kernel: str) -> Generator[None]:
+    """Say which kernel failed. Whatever a compiler or driver raises, the others go on."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceError(f"{kernel}: {launch.complaint(error)}") from error
 
 
 def _result(
     case: Case, work: Work, counter: _Counter, timing: Timing | None, meter: PowerMeter | None
 ) -> Result:
-    about = (case.family, case.name, case.tokens, case.per_token, work.n_bytes)
-    counter.launches = 0
+    about = (case.family, case.name, case.tokens, case.per_token, work.n_bytes, work.touched_bytes)
     try:
-        found = work.compute(work.x, 0)
-        launches = counter.launches
+        counter.launches, counter.is_checking = 0, True
+        found = work.compute(work.inputs, 0)
+        launches, counter.is_checking = counter.launches, False
         with launch.using(None):
-            fault = _fault(found, work.compute(work.x, 0))
-    except Exception as error:  # whatever a compiler or driver raises, the other kernels go on
-        return Result(*about, fault=str(error).splitlines()[0] if str(error) else repr(error))
-    if not launches:
-        fault = "no kernel was launched"
-    if fault:
-        return Result(*about, fault=fault)
-    seconds, joules = _measure(work, timing or Timing(), meter)
-    return Result(*about, launches=launches, seconds=seconds, joules=joules)
+            fault = _fault(found, work.compute(work.inputs, 0))
+        if not launches:
+            fault = "no kernel was launched"
+        if fault:
+            return Result(*about, fault=fault)
+        made_bytes = sum(array.nbytes for array in found)
+        measured = _measure(work, made_bytes, timing or Timing(), meter)
+    except DeviceError as error:
+        return Result(*about, fault=str(error))
+    except Exception as error:
+        return Result(*about, fault=launch.complaint(error))
+    return Result(*about, launches=launches, measured=measured)
 
 
 def _fault(found: list[mx.array], wanted: list[mx.array]) -> str:
@@ -184,40 +236,71 @@ def _id_rows(ids: mx.array) -> list[list[int]]:
     return rows
 
 
-def _measure(work: Work, timing: Timing, meter: PowerMeter | None) -> tuple[float, float | None]:
-    """Seconds and joules of one call: the median chain, less what links its calls."""
-    _chain(work, work.compute, work.copies)  # every kernel compiled, every copy computed
+def _measure(work: Work, made_bytes: int, timing: Timing, meter: PowerMeter | None) -> Measured:
+    """The median chain, less what links its calls."""
+    mx.eval(_chain(work, work.compute, work.copies))  # every kernel compiled, every copy computed
     calls = max(2, work.copies)
-    warm_s = _seconds(work, work.compute, calls) / calls
-    calls = min(max(round(timing.chain_s / warm_s), 2), timing.most_calls)
-    start_s = time.monotonic()
-    chains = [_seconds(work, work.compute, calls) for _ in range(timing.chains)]
-    end_s = time.monotonic()
-    links = [_seconds(work, _nothing, calls) for _ in range(timing.chains)]
-    with_links_s = statistics.median(chains) / calls
-    seconds = with_links_s - statistics.median(links) / calls
+    warm_s = _timed(work, work.compute, calls).device_s / calls
+    most = min(timing.most_calls, timing.most_made_bytes // made_bytes)
+    calls = max(min(round(timing.chain_s / warm_s), most), calls)
+    chains = [_timed(work, work.compute, calls) for _ in range(timing.chains)]
+    links = [_timed(work, _nothing, calls) for _ in range(timing.chains)]
+    with_links_s = statistics.median(chain.device_s for chain in chains) / calls
+    seconds = with_links_s - statistics.median(link.device_s for link in links) / calls
+    host_s = statistics.median(chain.host_s for chain in chains)
+    host_s -= statistics.median(link.host_s for link in links)
+    joules = None if meter is None else _joules(work, calls, timing.power_s, meter)
     # A call too short for the clock takes at least a tenth of what was seen of it.
-    seconds = max(seconds, with_links_s / 10)
-    watts = None if meter is None else meter.watts(start_s, end_s)
-    return seconds, None if watts is None else watts * seconds
+    return Measured(
+        max(seconds, with_links_s / 10),
+        max(host_s, 0.0) / calls,
+        seconds < with_links_s / 10,
+        joules,
+    )
 
 
-def _nothing(x: mx.array, _: int) -> list[mx.array]:
-    return [x]
+class _Times(NamedTuple):
+    """Seconds in which a chain was described to MLX, and in which it was computed."""
+
+    host_s: float
+    device_s: float
 
 
-def _seconds(work: Work, compute: Compute, calls: int) -> float:
+def _timed(work: Work, compute: Compute, calls: int) -> _Times:
     start_s = time.perf_counter()
-    _chain(work, compute, calls)
-    return time.perf_counter() - start_s
+    last = _chain(work, compute, calls)
+    built_s = time.perf_counter()
+    mx.eval(last)
+    return _Times(built_s - start_s, time.perf_counter() - built_s)
 
 
-def _chain(work: Work, compute: Compute, calls: int) -> None:
-    """Calls of which each needs the one before, so that none hides behind another."""
-    x = work.x
+def _joules(work: Work, calls: int, power_s: float, meter: PowerMeter) -> float | None:
+    """Of one call, with the host's part in it and the link: mean power times time over calls.
+
+    A chain is described while the one before it runs.
+    """
+    start_s, done, running = time.monotonic(), 0, work.inputs
+    while time.monotonic() - start_s < power_s:
+        following = _chain(work, work.compute, calls)
+        mx.eval(running)
+        mx.async_eval(following)
+        done, running = done + calls, following
+    mx.eval(running)
+    end_s = time.monotonic()
+    watts = meter.watts(start_s, end_s)
+    return None if watts is None else watts * (end_s - start_s) / done
+
+
+def _nothing(inputs: tuple[mx.array, ...], _: int) -> list[mx.array]:
+    return list(inputs)
+
+
+def _chain(work: Work, compute: Compute, calls: int) -> tuple[mx.array, ...]:
+    """Calls of which each needs the one before, so that none hides behind another; not computed."""
+    inputs = work.inputs
     for call in range(calls):
-        found = compute(x, call % work.copies)
-        # Both branches are x, by a condition that is there only after the call.
+        found = compute(inputs, call % work.copies)
+        # Both branches are the inputs, by a condition that is there only after the call.
         done = found[-1].reshape(-1)[:1].view(mx.uint8)[:1].view(mx.bool_)
-        x = mx.where(done, x, x)
-    mx.eval(x)
+        inputs = tuple(mx.where(done, x, x) for x in inputs)
+    return inputs

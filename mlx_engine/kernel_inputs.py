@@ -1,19 +1,28 @@
-"""The inputs that `kernel_cases` runs on: a model's widths and random arrays.
+"""The inputs of a benchmark's cases: a model's widths, random arrays, and one operation on them.
 
 Everything is lazy until it is used, so that a list of cases takes no memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_engine.formats import PackedFormat
+from mlx_engine.ops.mhc import Mixing
 from mlx_engine.ops.rope import Rotation
 from mlx_engine.weights import Fp4, Fp8
 
 # Codes repeat after so many words, for the sake of memory: no divisor of any width.
 _REPEATED_WORDS = (1 << 22) - 3
+
+W = TypeVar("W")
+
+# Of the inputs and the number of a copy of the rest: all that it computes, as one list.
+Compute: TypeAlias = Callable[[tuple[mx.array, ...], int], list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,8 @@ class Sizes:
     `experts` are held of `n_routed_experts` that the router knows, since all of a layer's would
     take 7 GB, and `head_rows` of the vocabulary. Each held expert gets as many of `many_tokens` as
     of a prefill chunk of 2,048 among all. `rows` and `keys` lie in the compressed and the index
-    cache. Weights are copied up to `cold_bytes`, more than any cache holds.
+    cache. What a call reads from memory comes in copies that hold `cold_bytes` together, more than
+    any cache does: the largest known has 96 MB. With 48 experts no case takes over 2 GB.
     """
 
     hidden_size: int = 5120
@@ -71,6 +81,23 @@ class Numbers:
 
     def words(self, *shape: int) -> mx.array:
         """uint32 of codes: a byte with its lowest bit clear is a number in e4m3 too."""
+        return self._counted(self._codes(*shape))
+
+    def scales(self, *shape: int, middle: int) -> mx.array:
+        """uint8 exponents of e8m0, or any scales, about a middle."""
+        return self._counted(self._bytes(*shape, middle=middle))
+
+    def packed(self, fmt: PackedFormat, D: int, rows: int, count: int) -> list[mx.array]:
+        """So many arrays of packed rows, uint32 [rows, words], of values of about 1."""
+        codes = self._codes(count * rows, D * fmt.bits // 32)
+        # 2^-7 times e4m3, or 0.375 times e2m1.
+        middle = 120 if fmt.bits == 8 else 44
+        rest = 4 * (fmt.words(D) - codes.shape[1])
+        scales = self._bytes(count * rows, rest, middle=middle).view(mx.uint32)
+        packed = self._counted(mx.concatenate([codes, scales], axis=-1))
+        return [packed[first : first + rows] for first in range(0, count * rows, rows)]
+
+    def _codes(self, *shape: int) -> mx.array:
         count = prod(shape)
         length = min(count, _REPEATED_WORDS)
         first, self._words = self._words, self._words + length
@@ -80,12 +107,10 @@ class Numbers:
         x = (x ^ (x >> 13)) & 0xFEFEFEFE
         if length < count:
             x = mx.broadcast_to(x, (-(-count // length), length)).reshape(-1)[:count]
-        return self._counted(x.reshape(shape))
+        return x.reshape(shape)
 
-    def scales(self, *shape: int, middle: int) -> mx.array:
-        """uint8 exponents of e8m0 about a middle."""
-        exponents = mx.random.randint(middle - 2, middle + 3, shape, mx.uint8, key=self._next())
-        return self._counted(exponents)
+    def _bytes(self, *shape: int, middle: int) -> mx.array:
+        return mx.random.randint(middle - 2, middle + 3, shape, mx.uint8, key=self._next())
 
     def fp8(self, N: int, K: int, groups: int | None = None) -> Fp8:
         """A dense weight whose product with values of deviation 1 has about that again."""
@@ -108,6 +133,15 @@ class Numbers:
         drawn = [np.sort(self.host.choice(among, count, replace=False)) for _ in range(tokens)]
         return mx.array(np.array(drawn, dtype=np.int32))
 
+    def shares(self, sets: int, count: int, among: int) -> mx.array:
+        """As `choices`, but no set has what another one has, as long as there are others left."""
+        cut = among // count
+        drawn = [
+            self.host.permutation(among)[: cut * count].reshape(cut, count)
+            for _ in range(-(-sets // cut))
+        ]
+        return mx.array(np.sort(np.concatenate(drawn)[:sets], axis=1).astype(np.int32))
+
     def scores(self, ids: mx.array, E: int) -> mx.array:
         """f32 [T, E] of which `ids` [T, k] are the greatest."""
         scores = self.host.random((ids.shape[0], E), np.float32)
@@ -125,9 +159,51 @@ class Numbers:
         return x
 
 
-def copies(sizes: Sizes, n_bytes: int) -> int:
-    """How many copies of weights of so many bytes a chain of calls goes through."""
-    return min(max(-(-sizes.cold_bytes // n_bytes), 1), 64)
+@dataclass(frozen=True)
+class Work:
+    """One operation on its inputs and a copy of all else that it reads.
+
+    `inputs` are what each launch of it waits for, so that a call which gets them from another one
+    starts after it. A call must move `n_bytes`; calls with every copy, `touched_bytes` different
+    ones.
+    """
+
+    inputs: tuple[mx.array, ...]
+    compute: Compute
+    copies: int
+    n_bytes: int
+    touched_bytes: int
+
+
+def work(
+    x: mx.array,
+    function: Callable[[mx.array, W], Any],
+    weights: list[W],
+    n_bytes: int,
+    own_bytes: int = 0,
+) -> Work:
+    """A function of x and one of `weights`, of which each has `own_bytes` to read."""
+    return Work(
+        (x,),
+        lambda inputs, copy: _arrays(function(inputs[0], weights[copy])),
+        len(weights),
+        n_bytes,
+        n_bytes + (len(weights) - 1) * own_bytes,
+    )
+
+
+def _arrays(value: Any) -> list[mx.array]:
+    """Every array of a result: of tuples, and of a sublayer's coefficients."""
+    if isinstance(value, Mixing):
+        value = (value.pre, value.post, value.comb)
+    if isinstance(value, tuple):
+        return [array for part in cast("tuple[Any, ...]", value) for array in _arrays(part)]
+    return [] if value is None else [value]
+
+
+def copies(sizes: Sizes, own_bytes: int) -> int:
+    """How many copies of so many bytes a chain of calls goes through."""
+    return max(-(-sizes.cold_bytes // own_bytes), 1)
 
 
 def count_different(ids: mx.array) -> int:

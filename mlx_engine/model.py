@@ -308,28 +308,29 @@ class Model:
         assert w.compressor is not None and w.indexer is not None
         assert w.indexer.wk is not None and w.indexer.k_norm is not None
         ratio, eps = plan.ratio, self.config.rms_norm_eps
-        first = state.compressed[layer].length
+        first, groups, earlier = state.compressed[layer].length, x.shape[0], None
         if w.compressor.wgate is None:
             kv, gate = linear_f32(x, w.compressor.wkv), None
         else:
             kv, gate = linear_f32_pair(x, w.compressor.wkv, w.compressor.wgate)
             pending = state.pending[layer]
-            if pending.kv.shape[0]:
-                kv = mx.concatenate([pending.kv, kv])
-                gate = mx.concatenate([pending.gate, gate])
-            full = kv.shape[0] // ratio * ratio
+            n = pending.kv.shape[0]
+            groups = (n + groups) // ratio
+            if n and groups:
+                earlier = pending.kv, pending.gate
+            elif n:
+                kv, gate = mx.concatenate([pending.kv, kv]), mx.concatenate([pending.gate, gate])
+            full = max(groups * ratio - n, 0)
             pending.kv, pending.gate = kv[full:], gate[full:]
-            if full == 0:
+            if groups == 0:
                 return
             kv, gate = kv[:full], gate[:full]
         # A group stands at the position of its first token.
-        positions = np.arange(first, first + kv.shape[0] // ratio) * ratio
+        positions = np.arange(first, first + groups) * ratio
         at = rotation(self.config, positions, is_compressed=True)
         latent, rows = pooled_rows(
-            kv,
-            gate,
-            w.compressor.norm,
-            at,
+            *(kv, gate, w.compressor.norm, at),
+            pending=earlier,
             ratio=ratio,
             dtype=x.dtype,
             eps=eps,

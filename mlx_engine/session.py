@@ -113,7 +113,7 @@ class Session:
             if following is None or not is_short:
                 streams, pre = model.decode(waiting, state, is_narrow=is_short)
                 waiting = None
-                self._logits = model.head(streams[-1:], pre[-1:])[0]
+                self._logits = model.head(streams[-1:], pre[-1:]).reshape(-1)
             else:
                 waiting = waiting.last(reach)
                 mx.eval(waiting.arrays())

@@ -82,7 +82,8 @@ class GrowingRows:
         if needed > capacity:
             growth = max(_FIRST_ROWS, min(capacity, SPARE_ROWS), needed - capacity)
             self.buffer = mx.pad(self.buffer, [(0, growth), (0, 0)])
-        self.buffer = mx.slice_update(self.buffer, new, mx.array([self.length]), axes=[0])
+        # A place that is known takes one launch, one in an array another to compute it.
+        self.buffer[self.length : needed] = new
         self.length = needed
 
     def view(self) -> mx.array:

@@ -18,6 +18,8 @@ from mlx_engine.ops.rope import Rotation, rotate
 _TILE_ROWS = 16
 _THREADS = 256
 _ENOUGH_GROUPS = 80
+# Channels whose rows fit into threadgroup memory, with the scores of 32 heads.
+_WIDEST = 640
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def sparse_attention(
     """
     D, R = q.shape[-1], 2 * at.cos.shape[-2]
     is_packed = formats.window == WINDOW and formats.compressed == COMPRESSED
-    is_fitting = D % 64 == 0 and R % 4 == 0
+    is_fitting = D % 64 == 0 and D <= _WIDEST and R % 4 == 0
     attend = sparse_attention_reference
     if launch.is_on("attention") and is_packed and is_fitting:
         attend = _sparse_attention_metal
@@ -229,6 +231,7 @@ _attend_slices = launch.Kernel(
 const size_t first = (size_t(query) * slices + group.y) * H;
 store_part<D, HEADS>(sums, head, H, parts + first * D, stats + first * 2, simdgroup, lane);
 """,
+    also=("packed_rows",),
 )
 _merge_slices = launch.Kernel(
     "attention",
@@ -244,6 +247,7 @@ merge<T, D, R>(
     parts + first * D, stats + first * 2, slices, int(i.y), H, sinks[i.y], cos + i.z * R,
     sin + i.z * R, out + (size_t(i.z) * H + i.y) * D, 4 * int(i.x));
 """,
+    also=("packed_rows",),
 )
 _attend_whole = launch.Kernel(
     "attention",
@@ -257,6 +261,7 @@ store_out<T, D, R, HEADS>(
     sums, head, H, sinks, cos + query * R, sin + query * R, out + size_t(query) * H * D, factors,
     simdgroup, lane);
 """,
+    also=("packed_rows",),
 )
 
 
@@ -356,31 +361,34 @@ def sparse_attention_bytes(
 
 @launch.probe("attention")
 def _agrees() -> bool:
-    """Both ways of the kernels on a few rows, for one query and for many."""
+    """Both ways of the kernels, for one query and for many, with every kind of chosen rows."""
     D, R, W, S = 64, 16, 20, 30
     key = mx.random.key(0)
     window = WINDOW.pack(mx.random.normal((W + 79, D), key=key))
     rows = COMPRESSED.pack(mx.random.normal((S, D), key=key))
+    ids = mx.where(mx.arange(S) % 3 == 0, -1, mx.arange(S)).astype(mx.int32)
     for Q, H in ((1, 9), (80, 33)):
         angles = mx.random.uniform(0, 6, (Q, R // 2, 1), key=key)
-        ids = mx.where(mx.arange(S) % 3 == 0, -1, mx.arange(S)).astype(mx.int32)
-        results = [
-            attend(
-                2 * mx.random.normal((Q, H, D), key=key),
-                W - 1,
-                WindowRows(window, 0),
-                SelectedRows(rows, mx.full((Q,), S, dtype=mx.int32), mx.repeat(ids[None], Q, 0)),
-                mx.random.normal((H,), key=key),
-                sliding_window=W,
-                at=Rotation(
-                    mx.repeat(mx.cos(angles), 2, -1),
-                    mx.concatenate([-mx.sin(angles), mx.sin(angles)], -1),
-                ),
-                formats=CacheFormats(),
-                turns_q=True,
-            )
-            for attend in (_sparse_attention_metal, sparse_attention_reference)
-        ]
-        if not mx.allclose(*results, rtol=0, atol=1e-4).item():
-            return False
+        visible = mx.full((Q,), S - 5, dtype=mx.int32)
+        listed = SelectedRows(rows, visible, mx.repeat(ids[None], Q, 0))
+        for chosen in (listed, SelectedRows(rows, visible, None), None):
+            results = [
+                attend(
+                    2 * mx.random.normal((Q, H, D), key=key),
+                    W - 1,
+                    WindowRows(window, 0),
+                    chosen,
+                    mx.random.normal((H,), key=key),
+                    sliding_window=W,
+                    at=Rotation(
+                        mx.repeat(mx.cos(angles), 2, -1),
+                        mx.concatenate([-mx.sin(angles), mx.sin(angles)], -1),
+                    ),
+                    formats=CacheFormats(),
+                    turns_q=True,
+                )
+                for attend in (_sparse_attention_metal, sparse_attention_reference)
+            ]
+            if not mx.allclose(*results, rtol=0, atol=1e-4).item():
+                return False
     return True

@@ -29,14 +29,12 @@ def engram_gate(
 
 
 @launch.falls_back
-@launch.falls_back
 def memory_rows(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
     """The dequantised rows of each token, one after the other: [T, E] in an activation's dtype."""
     compute = _rows_metal if launch.is_on("engram") else _rows_reference
     return compute(codes, scales, dtype)
 
 
-@launch.falls_back
 @launch.falls_back
 def gate_value(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps: float) -> mx.array:
     """The second half of `engram_gate`: kv [T, (hc+1)*D] is a key for each stream, then a value."""

@@ -5,6 +5,7 @@ q_lora_rank, G groups of tokens, D head_dim or index_head_dim, H index heads, K 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -12,6 +13,7 @@ from mlx_engine.formats import COMPRESSED, INDEX, WINDOW, RowFormat
 from mlx_engine.ops import launch
 from mlx_engine.ops.linear import linear_f32_reference
 from mlx_engine.ops.norm import rms_norm
+from mlx_engine.ops.pooling import Pending, pool_groups
 from mlx_engine.ops.rope import Rotation, rotate
 
 _WIDEST = 512
@@ -75,6 +77,7 @@ def pooled_rows(
     norm: mx.array,
     at: Rotation,
     *,
+    pending: Pending = None,
     ratio: int,
     dtype: mx.Dtype,
     eps: float,
@@ -82,13 +85,14 @@ def pooled_rows(
 ) -> tuple[mx.array, mx.array]:
     """The normed latents of full groups, for the index keys, and their packed rows.
 
-    kv, gate: f32 [G * ratio, D], gate None where the ratio is 1; at: of the groups' first
-    positions -> [G, D] of a dtype and uint32 [G, words].
+    kv, gate: f32 [G * ratio - n, D], gate None where the ratio is 1, after those of the first n
+    tokens in `pending`; at: of the groups' first positions -> [G, D] of a dtype and uint32
+    [G, words].
     """
     pool = pooled_rows_reference
     if launch.is_on("front") and fmt == COMPRESSED and _is_fitting(kv):
         pool = _pooled_rows_metal
-    return pool(kv, gate, norm, at, ratio=ratio, dtype=dtype, eps=eps, fmt=fmt)
+    return pool(kv, gate, norm, at, pending=pending, ratio=ratio, dtype=dtype, eps=eps, fmt=fmt)
 
 
 def pooled_rows_reference(
@@ -97,25 +101,16 @@ def pooled_rows_reference(
     norm: mx.array,
     at: Rotation,
     *,
+    pending: Pending = None,
     ratio: int,
     dtype: mx.Dtype,
     eps: float,
     fmt: RowFormat,
 ) -> tuple[mx.array, mx.array]:
     """`pooled_rows` in MLX's operations, with any format."""
-    pooled = kv if gate is None else pool_groups(kv, gate, ratio)
+    pooled = kv if gate is None else pool_groups(kv, gate, ratio, pending)
     latent = rms_norm(pooled.astype(dtype), norm, eps)
     return latent, fmt.pack(rotate(latent, at))
-
-
-def pool_groups(kv: mx.array, gate: mx.array, ratio: int) -> mx.array:
-    """Pool each full group of `ratio` rows, per channel, by the softmax of its gates.
-
-    kv, gate: f32 [G * ratio, D] -> f32 [G, D].
-    """
-    D = kv.shape[-1]
-    share = mx.softmax(gate.reshape(-1, ratio, D), axis=1)
-    return mx.sum(kv.reshape(-1, ratio, D) * share, axis=1)
 
 
 @launch.falls_back
@@ -182,9 +177,10 @@ const uint lane = thread_index_in_simdgroup;
 _WINDOW_ROW = """
     device uchar* codes = reinterpret_cast<device uchar*>(packed + row * row_words(WINDOW_ROW, D));
     pad_row<WINDOW_ROW, D>(codes, thread_index);
-    cached_row<T, D, R, 1, WINDOW_ROW, false>(
-        kv + size_t(token) * D, kv, kv_norm, eps, cos + token * R, sin + token * R, normed, codes,
-        codes + code_bytes(WINDOW_ROW, D), scratch, thread_index, simdgroup, lane);
+    cached_row<T, D, R, WINDOW_ROW, false>(
+        pair_of(kv + size_t(token) * D, thread_index), kv_norm, eps, cos + token * R,
+        sin + token * R, normed, codes, codes + code_bytes(WINDOW_ROW, D), scratch, thread_index,
+        simdgroup, lane);
 """
 _LATENT = """
     const size_t first = size_t(row - rows) * L;
@@ -255,16 +251,18 @@ def _attention_front_metal(
 _pooled_rows = launch.Kernel(
     "front",
     "pooled_rows",
-    ("kv", "gate", "norm", "cos", "sin", "eps"),
+    ("pending_kv", "pending_gate", "kv", "gate", "norm", "cos", "sin", "eps"),
     ("latent", "packed"),
     _BEGIN
     + """
 device uchar* codes = reinterpret_cast<device uchar*>(packed + row * row_words(COMPRESSED_ROW, D));
 pad_row<COMPRESSED_ROW, D>(codes, thread_index);
-const size_t first = size_t(row) * RATIO * D;
-cached_row<T, D, R, RATIO, COMPRESSED_ROW, true>(
-    kv + first, gate + first, norm, eps, cos + row * R, sin + row * R, latent + size_t(row) * D,
-    codes, codes + code_bytes(COMPRESSED_ROW, D), scratch, thread_index, simdgroup, lane);
+const Joined<D, PENDING> rows{pending_kv, kv};
+const Joined<D, PENDING> gates{pending_gate, gate};
+cached_row<T, D, R, COMPRESSED_ROW, true>(
+    pooled_pair<RATIO>(rows, gates, row, 2 * thread_index), norm, eps, cos + row * R, sin + row * R,
+    latent + size_t(row) * D, codes, codes + code_bytes(COMPRESSED_ROW, D), scratch, thread_index,
+    simdgroup, lane);
 """,
 )
 
@@ -275,17 +273,19 @@ def _pooled_rows_metal(
     norm: mx.array,
     at: Rotation,
     *,
+    pending: Pending = None,
     ratio: int,
     dtype: mx.Dtype,
     eps: float,
     fmt: RowFormat,
 ) -> tuple[mx.array, mx.array]:
     """`pooled_rows` in one launch."""
-    G, D = kv.shape[0] // ratio, kv.shape[1]
+    n = 0 if pending is None else pending[0].shape[0]
+    G, D = (n + kv.shape[0]) // ratio, kv.shape[1]
+    gate = kv if gate is None else gate  # what is not read any array of floats stands in for
     latent, rows = _pooled_rows(
-        # Without a gate none is read; any array of floats stands in.
-        [kv, kv if gate is None else gate, norm, at.cos, at.sin, mx.array(eps)],
-        template=[("T", dtype), ("RATIO", ratio), ("D", D), ("R", _rotated(at))],
+        [*(pending or (kv, gate)), kv, gate, norm, at.cos, at.sin, mx.array(eps)],
+        template=[*(("T", dtype), ("RATIO", ratio), ("PENDING", n), ("D", D), ("R", _rotated(at)))],
         grid=(G * D // 2, 1, 1),
         threadgroup=(D // 2, 1, 1),
         shapes=[(G, D), (G, fmt.words(D))],
@@ -302,8 +302,8 @@ _encoded_keys = launch.Kernel(
     _BEGIN
     + """
 device T* nowhere = nullptr;
-cached_row<T, D, R, 1, INDEX_KEY, false>(
-    key + size_t(row) * D, key, norm, eps, cos + row * R, sin + row * R, nowhere,
+cached_row<T, D, R, INDEX_KEY, false>(
+    pair_of(key + size_t(row) * D, thread_index), norm, eps, cos + row * R, sin + row * R, nowhere,
     reinterpret_cast<device uchar*>(codes + row * (D / 8)), scales + row * (D / 32), scratch,
     thread_index, simdgroup, lane);
 """,
@@ -385,11 +385,11 @@ def _agrees() -> bool:
     for front, results in ((_attention_front_metal, found), (attention_front_reference, right)):
         results += front(half, half, norm, norm, at, eps=1e-20, fmt=WINDOW)
         results += front(half[:1], half[:1], norm, norm, one, eps=1e-20, fmt=WINDOW, ring=ring)
-    pairs, gate = mx.repeat(rows, 2, axis=0), mx.random.normal((2 * G, D), key=key)
+    kv, gate = mx.repeat(rows, 2, axis=0), mx.random.normal((2 * G, D), key=key)
+    options: dict[str, Any] = {"ratio": 2, "dtype": half.dtype, "eps": 1e-20, "fmt": COMPRESSED}
     for pool, results in ((_pooled_rows_metal, found), (pooled_rows_reference, right)):
-        results += pool(
-            pairs, gate, norm, at, ratio=2, dtype=mx.bfloat16, eps=1e-20, fmt=COMPRESSED
-        )
+        results += pool(kv, gate, norm, at, **options)
+        results += pool(kv[1:], gate[1:], norm, at, pending=(kv[:1], gate[:1]), **options)
     for encode, results in ((_encoded_keys_metal, found), (encoded_keys_reference, right)):
         results += encode(rows, norm, at, dtype=mx.bfloat16, eps=1e-20, fmt=INDEX)
     queries = (half[:, None] * mx.array([[0.75], [6.0]])).astype(half.dtype)

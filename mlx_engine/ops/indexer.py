@@ -17,6 +17,9 @@ from mlx_engine.ops.topk import Selection, select_metal, selection_bytes, top_k
 _TILE_SCORES = 1 << 24
 _THREADS = 256
 _KEYS_OF_THREADGROUP = 128
+# As in the kernels' file.
+_SCORE_SIMDGROUPS = 8
+_KEY_PITCH = 40
 # Enough for 80 cores, and few enough that staging the query does not count.
 _THREADGROUPS = 640
 
@@ -57,8 +60,10 @@ def choose_rows(
     [Q, B], only rows of those blocks can be chosen. Returns the rows int32 [Q, min(k, S)] and the
     blocks int32 [Q, B] or None, both ascending with -1 for none, wherever it stands.
     """
+    _, H, D = queries.q.shape
+    is_fitting = _threadgroup_bytes(H, D) <= launch.MOST_THREADGROUP_BYTES
     # MLX would put fewer than 8 words of codes in another address space.
-    if launch.is_on("indexer") and keys.fmt == INDEX and keys.codes.size >= 8:
+    if launch.is_on("indexer") and keys.fmt == INDEX and keys.codes.size >= 8 and is_fitting:
         choose = choose_rows_metal
     else:
         choose = choose_rows_reference
@@ -217,6 +222,12 @@ def index_scores_metal(
     return scores
 
 
+def _threadgroup_bytes(H: int, D: int) -> int:
+    """Of the scores: queries in bf16, and for each simdgroup keys or the products of 8 of them."""
+    heads = -(-H // 8) * 8
+    return 2 * heads * (D + 8) + 4 * _SCORE_SIMDGROUPS * 8 * max(_KEY_PITCH, heads + 4)
+
+
 _BODY = """
     threadgroup bfloat16_t queries[query_values<H, D>()];
     threadgroup float own[SCORE_SIMDGROUPS * own_floats<H>()];
@@ -306,7 +317,21 @@ def agrees() -> bool:
             return False
         if blocks is not None and (our_blocks is None or not mx.array_equal(our_blocks, blocks)):
             return False
-    # The largest threadgroups of both launches of a selection.
+    # The most threads and entries of a thread, of a whole row, of its parts and of their survivors.
     many = (mx.arange(40_000) * 7919 % 4001).astype(mx.float32)[None]
-    chosen = select_metal(Selection.ROWS, (many,), 6000)
-    return bool(mx.array_equal(chosen, top_k(many, 6000)).item())
+    few = many[:, :16_384]
+    pairs = [
+        (select_metal(Selection.ROWS, (many,), 6000), top_k(many, 6000)),
+        (select_metal(Selection.ROWS, (few,), 9), top_k(few, 9)),
+    ]
+    # Parts of the other kinds: single rows as blocks, and the rows of all blocks in their order.
+    some = many[:, :16_400]
+    visible, all_blocks = mx.array([16_000], dtype=mx.int32), mx.arange(4100, dtype=mx.int32)[None]
+    pairs += [
+        (
+            select_metal(Selection.BLOCKS, (some, visible), 9, 1),
+            candidate_blocks(some, visible, block_size=1, topk_blocks=9),
+        ),
+        (select_metal(Selection.ROWS_OF_BLOCKS, (some, all_blocks), 9, 4), top_k(some, 9)),
+    ]
+    return all(mx.array_equal(a, b).item() for a, b in pairs)

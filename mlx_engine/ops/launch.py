@@ -7,12 +7,13 @@ refuses to build them where no device can run them. Tests put an emulator in the
 MLX compiles a kernel for the sizes that it is called with, and not before its results are needed.
 So what passes a self-test may still be refused at the model's sizes, by the compiler or for its
 threadgroup's size. After `start` the results of every kernel's first call with such sizes are
-computed at once; if that fails the family goes off with one warning, and `falls_back` repeats the
-operation with its reference. A fault of the GPU while it runs, or a crash of the driver, is not
-caught.
+computed at once, after its inputs, whose faults are not its own. If that fails the family goes off
+with one warning, and `falls_back` repeats the operation with its reference. A fault of the GPU
+while it runs, or a crash of the driver, is not caught.
 """
 
 import logging
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,14 @@ log = logging.getLogger(__name__)
 
 # Called with the arguments of `mx.fast.metal_kernel`.
 KernelFactory: TypeAlias = Callable[..., Callable[..., list[mx.array]]]
+
+# What Metal gives the arrays of a threadgroup; a kernel that asks for more is refused.
+MOST_THREADGROUP_BYTES = 32 << 10
+
+# Of a compiler's output: its errors, how many of them are repeated, and how much of each.
+_DIAGNOSTIC = re.compile(r"\berror\b", re.IGNORECASE)
+_MOST_DIAGNOSTICS = 3
+_MOST_CHARACTERS = 200
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +64,7 @@ def is_on(family: str) -> bool:
 
 
 def probe(family: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
-    """Register a family's self-test: true when its kernels agree with its reference."""
+    """Register a family's self-test: true when all its kernels agree with its reference."""
 
     def register(check: Callable[[], bool]) -> Callable[[], bool]:
         _probes[family] = check
@@ -92,7 +101,7 @@ def start(factory: KernelFactory) -> FastPaths:
             if not check():
                 _turn_off(family, "its results differ from the reference")
         except Exception as error:  # whatever a compiler or driver raises, the reference remains
-            _turn_off(family, error)
+            _turn_off(family, complaint(error))
     return fast_paths()
 
 
@@ -110,11 +119,20 @@ def start_here() -> FastPaths:
     return fast_paths()
 
 
-def _turn_off(family: str, fault: str | Exception) -> None:
+def complaint(error: Exception) -> str:
+    """What an exception of MLX's or a compiler's says, in one line of limited length.
+
+    MLX's first line tells only that a kernel was not built; the lines with the reasons follow.
+    """
+    first, *more = str(error).splitlines() or [type(error).__name__]
+    reasons = [line for line in more if _DIAGNOSTIC.search(line)][:_MOST_DIAGNOSTICS]
+    return "; ".join(line.strip()[:_MOST_CHARACTERS] for line in (first, *reasons))
+
+
+def _turn_off(family: str, fault: str) -> None:
     if family not in _off:
         _off.add(family)
-        first, *_ = str(fault).splitlines() or [type(fault).__name__]
-        log.warning("the %s kernels are off, MLX's operations stand in: %s", family, first)
+        log.warning("the %s kernels are off, MLX's operations stand in: %s", family, fault)
 
 
 @contextmanager
@@ -173,12 +191,13 @@ class Kernel:
         variant = (self, *map(tuple, template), threadgroup, *forms)
         if not _is_started or variant in _computed:
             return _build(_factory, self)(**call)
+        mx.eval(call["inputs"])
         try:
             outputs = _build(_factory, self)(**call)
             mx.eval(outputs)
         except Exception as error:
-            _turn_off(self.family, error)
-            raise KernelFailed(self.name) from error
+            _turn_off(self.family, f"{self.name}: {complaint(error)}")
+            raise KernelFailed(f"{self.name} failed") from error
         _computed.add(variant)
         return outputs
 

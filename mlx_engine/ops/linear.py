@@ -334,6 +334,11 @@ def agrees() -> bool:
                     (y, fp8_linear_reference(x[:, 0], w))
                     for y, w in zip(both, (one, other), strict=True)
                 ]
+                plain = bf16, bf16[: N // 2]
+                both = _linear_f32_pair_metal(x[:, 0], *plain)
+                pairs += [
+                    (y, linear_f32_reference(x[:, 0], w)) for y, w in zip(both, plain, strict=True)
+                ]
             for ours, reference in pairs:
                 rounding = 2.0**-7 if ours.dtype == mx.bfloat16 else 2.0**-16
                 limit = rounding * mx.max(mx.abs(reference))

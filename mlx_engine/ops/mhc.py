@@ -88,7 +88,9 @@ def mhc_collapse_norm(
 
     streams: [T, hc, D], pre: f32 [T, hc] -> [T, D] in the streams' dtype.
     """
-    if is_on(streams):
+    # The kernel keeps the channels of a token, and 32 sums besides.
+    is_fitting = 4 * (streams.shape[-1] + 32) <= launch.MOST_THREADGROUP_BYTES
+    if is_on(streams) and is_fitting:
         return _collapse_norm_metal(streams, pre, norm_weight, norm_eps)
     return mhc_collapse_norm_reference(streams, pre, norm_weight, norm_eps)
 
@@ -352,14 +354,23 @@ def agrees() -> bool:
         for dtype in (mx.bfloat16, mx.float32):
             h = wave[: T * D].reshape(T, D).astype(dtype)
             streams = wave[-T * HC * D :].reshape(T, HC, D).astype(dtype)
-            ours = _between_metal(h, streams, last, last.pre, to)
-            reference = mhc_between_reference(h, streams, last, last.pre, to)
+            pre, norm = last.pre, (norm_weight, to.norm_eps)
+            out, x, mixing = _between_metal(h, streams, last, pre, to)
+            right, wanted, coefficients = mhc_between_reference(h, streams, last, pre, to)
+            entered = _enter_metal(right, pre, to)
+            pairs = [
+                *((out, right), (_expand_metal(h, streams, last.post, last.comb), right)),
+                *((x, wanted), (entered[0], wanted)),
+                (_collapse_norm_metal(right, pre, *norm), wanted),
+            ]
+            for found in (mixing, entered[1]):
+                pairs += zip(_arrays(found), _arrays(coefficients), strict=True)
             rounding = 2.0**-6 if dtype == mx.bfloat16 else 2.0**-14
-            for a, b in zip(_arrays(*ours), _arrays(*reference), strict=True):
+            for a, b in pairs:
                 if not mx.all(mx.abs(a - b) <= rounding * mx.max(mx.abs(b))).item():
                     return False
     return True
 
 
-def _arrays(streams: mx.array, x: mx.array, mixing: Mixing) -> tuple[mx.array, ...]:
-    return streams, x, mixing.pre, mixing.post, mixing.comb
+def _arrays(mixing: Mixing) -> tuple[mx.array, mx.array, mx.array]:
+    return mixing.pre, mixing.post, mixing.comb

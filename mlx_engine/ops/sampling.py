@@ -34,7 +34,6 @@ def greedy(logits: mx.array) -> mx.array:
 
 
 @launch.falls_back
-@launch.falls_back
 def draw(
     logits: mx.array, key: mx.array, *, temperature: float, top_p: float, min_p: float
 ) -> mx.array:

@@ -15,9 +15,8 @@ from mlx_engine.ops import launch
 _LOW_BITS = 0xFFFFFFFF
 
 _THREADS = 1024
-# Most scores of a thread, and survivors of the parts of a row in the last launch.
+# Most entries of a thread, which holds them in registers: 1024 threads leave each of them about 50.
 _SHARE = 16
-_LAST_SHARE = 32
 
 
 def top_k(scores: mx.array, k: int) -> mx.array:
@@ -56,11 +55,12 @@ def select_metal(
 ) -> mx.array:
     """The k best of N, or of the blocks, ascending, -1 for one at -inf: int32 [Q, k].
 
-    Ties go to the lowest. One launch for up to 16,384 entries; for more their parts take one first.
+    Ties go to the lowest. One launch for up to 16,384 entries. More are cut into parts, whose best
+    k take another launch; so two are enough for the best 512 of 524,288.
     """
     Q, N = inputs[0].shape
-    entries, share = -(-N // size) if selection is Selection.BLOCKS else N, _SHARE
-    while entries > share * _THREADS:
+    entries = -(-N // size) if selection is Selection.BLOCKS else N
+    while entries > _SHARE * _THREADS:
         share = _part_share(entries, k)
         parts = -(-entries // (share * _THREADS))
         inputs = _BEST_OF_PARTS[selection](
@@ -71,7 +71,7 @@ def select_metal(
             shapes=[(Q, parts * k)] * 2,
             dtypes=[mx.uint32, mx.int32],
         )
-        selection, entries, share = Selection.SURVIVORS, parts * k, _LAST_SHARE
+        selection, entries = Selection.SURVIVORS, parts * k
     # Fewer entries than k leave places that threads without an entry fill.
     places, share = max(entries, k), 1
     while share * _THREADS < places:
@@ -102,11 +102,14 @@ def _template(selection: Selection, k: int, share: int, size: int) -> list[tuple
 
 def selection_bytes(Q: int, entries: int, k: int) -> int:
     """Bytes that `select_metal` reads and writes beside its inputs."""
-    total, share = 4 * Q * k, _SHARE
-    while entries > share * _THREADS:
-        entries, share = -(-entries // (_part_share(entries, k) * _THREADS)) * k, _LAST_SHARE
+    total, survivors = 4 * Q * k, 0
+    while entries > _SHARE * _THREADS:
+        entries = -(-entries // (_part_share(entries, k) * _THREADS)) * k
         # Keys and ids are written, all keys read again, and the ids of those that are chosen.
-        total += Q * (12 * entries + 4 * k)
+        total += Q * (12 * entries + (4 * entries if survivors else 0))
+        survivors = entries
+    if survivors:
+        total += 4 * Q * k
     return total
 
 

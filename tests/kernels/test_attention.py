@@ -17,6 +17,7 @@ from mlx_engine.ops.attention import (
     sparse_attention_reference,
 )
 from mlx_engine.ops.rope import Rotation, rotate
+from tests.msl import emulator
 from tests.msl.emulator import Report
 from tests.unit.arrays import INF, Float, f32, host, normal
 from tests.unrounded import UNROUNDED
@@ -173,9 +174,11 @@ def test_widths(H: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report
     [
         (2, 9, (8, 2)),
         (7, 31, (8, 2)),
+        (31, 3, (8, 2)),
         (33, 17, (8, 1)),
         (63, 18, (16, 1)),
         (65, 33, (32, 1)),
+        (129, 1, (8, 1)),
     ],
 )
 @pytest.mark.parametrize("chosen", ["none", "all", "some"])
@@ -190,6 +193,14 @@ def test_many_queries(
     if chosen == "some" and kernels_on:
         heads, slices = cut
         assert kernels_on[0].threads == -(-H // heads) * 256 * slices * Q
+
+
+def test_many_queries_at_the_released_widths(kernels_on: list[Report]) -> None:
+    """The largest threadgroups, of 32 heads; without the emulator's checks."""
+    case = Case(Q=40, H=64, W=9, S=12, chosen="some", before=20, D=512, R=64, k=5, turns_q=True)
+    with emulator.using(checked=False):
+        check(replace(case, dtype=mx.bfloat16))
+    assert not kernels_on or kernels_on[0].threads == 2 * 256 * 40
 
 
 def test_every_code_and_far_scales(kernels_on: list[Report]) -> None:
@@ -254,7 +265,7 @@ def test_a_sink_may_take_everything(kernels_on: list[Report]) -> None:
 
 def test_other_formats_and_widths_are_the_references(kernels_on: list[Report]) -> None:
     at = decode(W=1, S=1, chosen="none", before=0).at()
-    for D, formats in ((64, UNROUNDED), (32, CacheFormats())):
+    for D, formats in ((64, UNROUNDED), (32, CacheFormats()), (704, CacheFormats())):
         q, sinks = mx.ones((1, 3, D)), mx.zeros((3,))
         window = WindowRows(formats.window.pack(mx.ones((1, D))), 0)
         found, right = (

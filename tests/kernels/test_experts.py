@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from mlx_engine.ops.expert_tiles import routed_tiles_metal, tile_rows, tiles_bytes
 from mlx_engine.ops.experts import moe, moe_bytes, moe_reference
+from mlx_engine.ops.router import Router, Routing, choose_reference
+from mlx_engine.ops.topk import top_k
 from mlx_engine.weights import FfnWeights, Fp4, Fp8
 from tests.msl.emulator import Report
 from tests.msl.memory import as_float64, contents
@@ -126,6 +128,8 @@ SHAPES = [
     (3, 2, 2, 96, 64),
     (5, 3, 4, 160, 32),
     (7, 1, 3, 32, 32),
+    (4, 2, 31, 32, 32),
+    (6, 4, 63, 32, 32),
     (8, 8, 33, 64, 32),
 ]
 
@@ -154,6 +158,7 @@ MANY = [
     (31, 2, 9, 96, 64),
     (63, 1, 1, 64, 32),
     (65, 3, 33, 32, 96),
+    (127, 2, 31, 32, 32),
     (129, 2, 2, 160, 32),
 ]
 
@@ -174,6 +179,19 @@ def test_many_tokens(
         assert listing.unique_bytes <= 8 * T * k + 16 * (T * k // tile_rows(T * k, E) + E)
         wanted = tiles_bytes(T, k, E, D, inter, dtype.size, experts=c.different)
         assert sum(r.unique_bytes for r in products) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_few_tokens_choose_as_the_router_does(norm: bool, kernels_on: list[Report]) -> None:
+    """From scores and a bias, in the launch of the first products."""
+    c = case(3, 2, 5, 64, 32, mx.float32, seed=7)
+    random = np.random.default_rng(7)
+    scores, bias = (mx.array(random.random(n, np.float32)) for n in ((3, 5), (5,)))
+    chosen = Routing(scores, Router(mx.zeros((5, 1)), bias, 2, 1.0, norm, 2.5))
+    ids, weights = choose_reference(chosen)
+    assert not mx.array_equal(ids, top_k(scores, 2))
+    found = moe(c.x, chosen, c.ffn, limit=0.75)
+    agrees(found, replace(c, ids=ids, weights=weights).expected(0.75))
 
 
 def test_many_tokens_and_the_shared_expert(kernels_on: list[Report]) -> None:

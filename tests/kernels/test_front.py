@@ -16,7 +16,6 @@ from mlx_engine.ops.front import (
     encoded_keys_reference,
     index_queries,
     index_queries_reference,
-    pool_groups,
     pooled_rows,
     pooled_rows_reference,
 )
@@ -27,6 +26,7 @@ from mlx_engine.ops.front_bytes import (
     index_queries_bytes,
     pooled_rows_bytes,
 )
+from mlx_engine.ops.pooling import pool_groups
 from mlx_engine.ops.rope import Rotation, rotate
 from tests.msl.emulator import Report
 from tests.unit.arrays import Float, f32, host, normal
@@ -113,10 +113,11 @@ def close_rows(found: mx.array, right: mx.array, fmt: PackedFormat, D: int) -> N
 
 
 SIZES = [(1, 1, 64, 16), (3, 2, 128, 64), (33, 31, 192, 2), (5, 5, 512, 64)]
+MORE_ROWS = [(65, 63, 64, 16), (129, 127, 64, 2)]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("T", "Q", "D", "R"), SIZES)
+@pytest.mark.parametrize(("T", "Q", "D", "R"), [*SIZES, *MORE_ROWS])
 def test_attention_front(
     T: int, Q: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]
 ) -> None:
@@ -151,16 +152,22 @@ def test_a_row_in_its_ring(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize(("ratio", "n"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in SIZES])
 def test_pooled_rows(
-    G: int, D: int, R: int, ratio: int, dtype: mx.Dtype, kernels_on: list[Report]
+    G: int, D: int, R: int, ratio: int, n: int, dtype: mx.Dtype, kernels_on: list[Report]
 ) -> None:
+    """n rows lie apart, as an earlier step left them."""
     kv, gate = f32(normal(0, G * ratio, D)), f32(20 * normal(1, G * ratio, D))
     norm, at = bf16(1 + normal(2, D)), rotation(G, R)
     gates = None if ratio == 1 else gate
     found, rows = pooled_rows(
-        kv, gates, norm, at, ratio=ratio, dtype=dtype, eps=EPS, fmt=COMPRESSED
+        *(kv[n:], gates if gates is None else gates[n:], norm, at),
+        pending=(kv[:n], gate[:n]) if n else None,
+        ratio=ratio,
+        dtype=dtype,
+        eps=EPS,
+        fmt=COMPRESSED,
     )
     pooled = kv if gates is None else pool_groups(kv, gates, ratio)
     close_norm(found, normed(pooled.astype(dtype), norm))
@@ -177,7 +184,7 @@ def as_rows(codes: mx.array, scales: mx.array, D: int) -> mx.array:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in SIZES])
+@pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in [*SIZES, *MORE_ROWS]])
 def test_encoded_keys(G: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
     key, norm, at = f32(normal(0, G, D)), bf16(1 + normal(2, D)), rotation(G, R)
     found = as_rows(*encoded_keys(key, norm, at, dtype=dtype, eps=EPS, fmt=INDEX), D)
@@ -206,6 +213,19 @@ def test_index_queries(
     error = np.abs(host(head_weights) - a @ b.T / np.sqrt(D * H))
     assert (error <= K * 2.0**-24 * (np.abs(a) @ np.abs(b).T) / np.sqrt(D * H)).all()
     bytes_are(kernels_on, index_queries_bytes(Q, H, D, K, R, dtype.size))
+
+
+def test_rows_that_do_not_lie_together(kernels_on: list[Report]) -> None:
+    """A slice of a wider product, as of both halves of a pair."""
+    D, norm, at = 64, bf16(1 + normal(2, 64)), rotation(3, 16)
+    wide = f32(normal(0, 3, 2 * D))
+    for x in (wide[:, D:], wide[:, ::2]):
+        _, rows = attention_front(x, x, norm, norm, at, eps=EPS, fmt=WINDOW)
+        _, right = attention_front_reference(x, x, norm, norm, at, eps=EPS, fmt=WINDOW)
+        close_rows(rows, right, WINDOW, D)
+        keys = as_rows(*encoded_keys(x, norm, at, dtype=x.dtype, eps=EPS, fmt=INDEX), D)
+        expected = encoded_keys_reference(x, norm, at, dtype=x.dtype, eps=EPS, fmt=INDEX)
+        close_rows(keys, as_rows(*expected, D), INDEX, D)
 
 
 def bytes_are(reports: list[Report], planned: int) -> None:

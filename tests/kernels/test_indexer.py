@@ -1,5 +1,6 @@
 """The indexer's kernels against float64 and, choice for choice, against their reference."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_engine.formats import INDEX
-from mlx_engine.ops import indexer, topk
+from mlx_engine.ops import indexer, launch, topk
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries, choose_rows, choose_rows_reference
 from mlx_engine.ops.topk import Selection, select_metal
 from tests.msl import emulator
@@ -100,12 +101,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "_THREADS", 32)
 
 
-# The entries of a thread are 1 to 16, of which the last four cut parts, and 32 of many survivors.
+# The entries of a thread are 1 to 16, of which the last four cut parts.
 @pytest.mark.parametrize(
     ("N", "k", "launches"),
     [
         *((1, 1, 1), (9, 1, 1), (31, 31, 1), (33, 5, 1), (127, 64, 1), (129, 6, 1), (512, 40, 1)),
-        *((513, 200, 2), (700, 20, 2), (1300, 250, 2), (5000, 200, 3)),
+        *((513, 200, 2), (700, 20, 2), (1300, 250, 3), (5000, 200, 4)),
     ],
 )
 def test_selection(
@@ -128,6 +129,31 @@ def test_selection(
     assert mx.array_equal(ids, indexer.select_rows(mx.array(scores), k))
     assert listed(ids) == best(scores, k)
     assert len(kernels_on) in (0, launches)
+
+
+@pytest.mark.parametrize("k", [9, 512, 2048])
+@pytest.mark.parametrize("N", [16_384, 16_385, 131_072, 524_288, 1_048_576])
+def test_no_launch_of_a_selection_needs_too_many_registers(N: int, k: int) -> None:
+    """1024 threads with 32 entries each could exceed those of an M1; all entries have a place."""
+    launches: list[tuple[int, int, int]] = []
+
+    def factory(**_: Any) -> Callable[..., list[mx.array]]:
+        def run(**call: Any) -> list[mx.array]:
+            (threads, _, _), share = call["threadgroup"], dict(call["template"])["SHARE"]
+            entries = call["inputs"][0].shape[1]
+            groups = call["grid"][0] // threads
+            launches.append((threads, share, groups))
+            assert groups * threads * share >= entries
+            return [mx.zeros(shape, mx.int32) for shape in call["output_shapes"]]
+
+        return run
+
+    with launch.using(factory):
+        select_metal(Selection.ROWS, (mx.zeros((1, N)),), k)
+    assert max(threads * share for threads, share, _ in launches) <= 1024 * 16
+    assert max(share for _, share, _ in launches) <= 16
+    assert launches[-1][2] == 1
+    assert len(launches) <= (1 if N == 16_384 else 2 if N * k <= 524_288 * 512 else 3)
 
 
 @pytest.mark.parametrize("order", [Order.REVERSE, Order.RANDOM])
@@ -212,6 +238,18 @@ def test_the_start_checks_the_kernels(kernels_on: list[Report]) -> None:
         assert indexer.agrees()
 
 
+@pytest.mark.parametrize(("H", "is_fitting"), [(56, True), (57, False), (64, False)])
+def test_queries_too_wide_for_a_threadgroup_stay_with_the_reference(
+    H: int, is_fitting: bool, kernels_on: list[Report]
+) -> None:
+    """The emulator refuses a threadgroup that is too large."""
+    queries, keys = whole_queries(1, 20, H, 128), packed_keys(20, 128, low=126, high=128)
+    found, _ = choose_rows(queries, keys, k=6, block_size=4)
+    rows, _ = choose_rows_reference(queries, keys, k=6, block_size=4)
+    assert mx.array_equal(found, rows)
+    assert not kernels_on or is_fitting
+
+
 def test_other_formats_stay_with_the_reference(kernels_on: list[Report]) -> None:
     queries = whole_queries(2, 20, 3, 64)
     fmt = Unrounded()
@@ -222,7 +260,10 @@ def test_other_formats_stay_with_the_reference(kernels_on: list[Report]) -> None
 
 @pytest.mark.parametrize(
     ("S", "k", "topk_blocks", "candidate_blocks"),
-    [(900, 100, None, None), (2000, 60, 50, None), (2000, 60, None, 100), (700, 60, None, 80)],
+    [
+        *((900, 100, None, None), (1100, 250, None, None), (2000, 60, 50, None)),
+        *((2000, 60, None, 100), (700, 60, None, 80)),
+    ],
 )
 def test_bytes(
     S: int,

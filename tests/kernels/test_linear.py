@@ -97,7 +97,9 @@ def test_fp8_linear(T: int, N: int, K: int, dtype: mx.Dtype, kernels_on: list[Re
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize(("T", "N", "K"), [FEW[2], FEW[7], FEW[9], MANY[1], MANY[3]])
+@pytest.mark.parametrize(
+    ("T", "N", "K"), [FEW[0], FEW[2], FEW[5], FEW[7], FEW[9], MANY[1], MANY[3], MANY[5]]
+)
 def test_linear_f32(
     T: int, N: int, K: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, kernels_on: list[Report]
 ) -> None:
@@ -154,6 +156,28 @@ def test_pairs(T: int, launches: int, kernels_on: list[Report]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "N", "K"), [(1, (1, 129), 32), (2, (127, 31), 96), (7, (63, 65), 64)]
+)
+def test_plain_pairs(
+    T: int,
+    N: tuple[int, int],
+    K: int,
+    dtype: mx.Dtype,
+    weight_dtype: mx.Dtype,
+    kernels_on: list[Report],
+) -> None:
+    x = rows(T, T, K, dtype=dtype)
+    first, second = (rows(n, n, K, dtype=weight_dtype) for n in N)
+    for w, found in zip((first, second), linear_f32_pair(x, first, second), strict=True):
+        check(found, x, as_float64(w), linear_f32_reference(x, w))
+    sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
+    expected = sum(linear_f32_bytes(T, n, K, **sizes) for n in N)
+    check_bytes(kernels_on, expected - x.nbytes)  # x is read once
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 256])
 def test_every_code_at_every_scale(T: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
     """Rows of the unit matrix find the weight's values, exactly: every one is a normal number."""
@@ -190,6 +214,17 @@ def test_released_widths(T: int, N: int, K: int, kernels_on: list[Report]) -> No
     w, values = fp8(T, N, K)
     x = rows(N, T, K, dtype=mx.bfloat16)
     check(fp8_linear(x, w), x, values, fp8_linear_reference(x, w))
+
+
+# The index keys' product, some rows of the head, and some of a compressor's two.
+@pytest.mark.parametrize(("T", "N", "K"), [(1, 128, 512), (8, 33, 5120)])
+def test_plain_products_at_released_widths(
+    T: int, N: int, K: int, kernels_on: list[Report]
+) -> None:
+    w, x = rows(T, N, K, dtype=mx.bfloat16), rows(N, T, K, dtype=mx.bfloat16)
+    right = linear_f32_reference(x, w)
+    for found in (linear_f32(x, w), *linear_f32_pair(x, w, w)):
+        check(found, x, as_float64(w), right)
 
 
 def test_few_rows_read_the_weight_once(kernels_on: list[Report]) -> None:

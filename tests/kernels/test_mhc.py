@@ -37,7 +37,10 @@ F32 = ROUNDING[mx.float32]
 
 # Tokens, channels, Sinkhorn rounds: groups of up to 8 tokens, slices of 64 channels, and the
 # released width and rounds; after few rounds each of them shows.
-SIZES = [(1, 32, 2), (3, 96, 3), (8, 64, 2), (17, 160, 2), (1, 5120, 20)]
+SIZES = [
+    *[(1, 32, 2), (3, 96, 3), (8, 64, 2), (17, 160, 2), (31, 64, 1), (33, 32, 2)],
+    *[(63, 32, 1), (65, 64, 2), (127, 32, 1), (129, 32, 2), (1, 5120, 20), (8, 5120, 20)],
+]
 
 
 def rows(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -161,6 +164,16 @@ def test_each_step_alone(
         *mhc_enter_bytes(T, D, value_bytes=dtype.size),
     ]
     check_bytes(kernels_on, expected)
+
+
+@pytest.mark.parametrize(("D", "is_fitting"), [(8160, True), (8192, False)])
+def test_a_token_too_wide_for_a_threadgroup_stays_with_the_reference(
+    D: int, is_fitting: bool, kernels_on: list[Report]
+) -> None:
+    """The emulator refuses a threadgroup that is too large."""
+    streams, pre, to = rows(1, 1, HC, D), mixing(1).pre, sublayer(D, dtype=mx.bfloat16)
+    check_input(mhc_collapse_norm(streams, pre, to.norm_weight, NORM_EPS), streams, pre, to)
+    assert not kernels_on or is_fitting
 
 
 def test_saturated_gates(kernels_on: list[Report]) -> None:

@@ -2,10 +2,11 @@
 
 A launch is a kernel of ours, or an operation of MLX that makes an array: all but views (reshape,
 transpose, slice, broadcast, split, a view as another dtype). A copy counts: of what a reshape or a
-view cannot have in place, and of each input of a kernel that does not lie row by row. One each
-count a quantised operation and what the tracing CPU would break up (`_ONE_LAUNCH`), and so do those
-that MLX may do in more: a slice update, whose place takes a tiny launch; a concatenation, a copy an
-input; a sort or a reduction in passes. Constants from the host and what no result needs are none.
+view cannot have in place, and of each input of a kernel that does not lie row by row. Operations
+that MLX's Metal backend launches in parts count them all (`_LAUNCHES`); one each count quantised
+operations and what the tracing CPU would break up (`_ONE_LAUNCH`). A sort or a reduction counts one
+too, which is right only for one short enough to need no second pass. Constants from the host and
+what no result needs are none.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ Layout: TypeAlias = NDArray[np.uint8]
 # How MLX begins the name of a kernel called n, which a number follows.
 _NODE = "custom_kernel_n"
 _COPY = "copy"
+_PLACE = "place"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,7 @@ class _Seam:
         self, name: str, kernel: launch.Kernel | None, *, inputs: Sequence[mx.array], **call: Any
     ) -> list[mx.array]:
         """Put one node into the trace."""
+        assert call.get("init_value") is None, "a kernel's outputs are filled by a launch each"
         serial = len(self.calls)
         self.calls.append((name, kernel, dict(call["template"])))
         node: Any = mx.fast.metal_kernel(
@@ -157,12 +160,25 @@ _ONE_LAUNCH: tuple[tuple[Any, str, Callable[..., tuple[tuple[int, ...], mx.Dtype
     (mx, "dequantize", _unpacked),
     (mx, "to_fp8", _encoded),
     (mx, "from_fp8", _decoded),
+    # It has no export, and copies a part of a larger buffer even if it lies row by row.
+    (mx, "contiguous", _normed),
 )
 
 
-def _contiguous(x: mx.array) -> mx.array:
-    """Copies just what a reshape cannot have in place, as `mx.contiguous`, which has no export."""
-    return x.reshape(-1).reshape(x.shape)
+def _copies(entry: dict[str, Any]) -> int:
+    """A concatenation is a copy for each input that is not empty."""
+    return sum(1 for _, shape, _ in entry["inputs"] if prod(shape))
+
+
+# Launches of an operation of MLX beside the one that bears its name: of Metal's backend, v0.32.
+_LAUNCHES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "Concatenate": lambda entry: [_COPY] * (_copies(entry) - 1),
+    # A place in an array is turned into an offset.
+    "DynamicSlice": lambda _: [_PLACE],
+    "DynamicSliceUpdate": lambda _: [_PLACE],
+    # First all is filled.
+    "Pad": lambda _: [_COPY],
+}
 
 
 @contextmanager
@@ -176,7 +192,6 @@ def _as_on_a_mac(seam: _Seam) -> Generator[None]:
         for name in ("eval", "async_eval"):
             stack.enter_context(patch.object(mx, name, nothing))
         stack.enter_context(patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)))
-        stack.enter_context(patch.object(mx, "contiguous", _contiguous))
         for module, name, shape_of in _ONE_LAUNCH:
             stack.enter_context(patch.object(module, name, seam.one_launch(name, shape_of)))
         stack.enter_context(launch.using(seam))
@@ -202,8 +217,11 @@ def _launches(graph: list[dict[str, Any]], seam: _Seam, rank: Callable[[str], in
             continue
         reads, writes = _arrays(named, layouts), _arrays(entry["outputs"], {})
         name, kernel, template = seam.call_of(entry)
-        if entry["name"] == "CustomKernel":
+        if entry["name"] == "CustomKernel" and name != "contiguous":
             found += [_copy(read.array, source) for read in reads if not read.is_row_by_row]
+        parts = _LAUNCHES.get(entry["name"], lambda _: [])(entry)
+        # Their bytes are those of the operation.
+        found += [Launch(part, None, {}, (), (), source) for part in parts]
         inputs, outputs = (tuple(laid.array for laid in some) for some in (reads, writes))
         found.append(Launch(name, kernel, template, inputs, outputs, source))
     return found

@@ -33,7 +33,7 @@ RANKS = (
     ("metal",),
     ("ops",),
     ("kernel_inputs", "power"),
-    ("kernel_cases",),
+    ("kernel_state_cases", "kernel_cases"),
     ("kernel_bench",),
     ("state",),
     ("model",),

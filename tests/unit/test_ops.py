@@ -13,10 +13,11 @@ from mlx_engine.config_file import parse_config
 from mlx_engine.formats import INDEX
 from mlx_engine.ops.engram import engram_gate
 from mlx_engine.ops.experts import clamped_swiglu, moe
-from mlx_engine.ops.front import encoded_keys, pool_groups
+from mlx_engine.ops.front import encoded_keys
 from mlx_engine.ops.linear import fp8_linear, grouped_output
 from mlx_engine.ops.mhc import mhc_coefficients_reference, mhc_collapse_norm, mhc_expand
 from mlx_engine.ops.norm import rms_norm
+from mlx_engine.ops.pooling import pool_groups
 from mlx_engine.ops.rope import rotate, rotation, yarn_bounds
 from mlx_engine.ops.router import Router, route
 from mlx_engine.weights import EngramWeights, FfnWeights, Fp4, Fp8, MhcWeights
