@@ -5,6 +5,7 @@
     │   └── ContextTooLong    the prompt does not fit the context: shorten it
     ├── ModelFileError    the checkpoint on disk is wrong or incomplete: fetch it again
     ├── CacheCorrupt      a cache entry is damaged: it is dropped and computed again
+    ├── CacheUnusable     the cache's folder cannot be used: go on without, or name another
     ├── DeviceError       this machine cannot do it: free memory, or use another
     └── Cancelled         the caller asked to stop
 
@@ -30,6 +31,10 @@ class ModelFileError(EngineError):
 
 class CacheCorrupt(EngineError):
     """A cache entry failed its check."""
+
+
+class CacheUnusable(EngineError):
+    """The cache's folder cannot be used as it is."""
 
 
 class DeviceError(EngineError):

@@ -1,0 +1,1 @@
+"""The session state on disk: immutable objects under a hard limit, a miss or right."""
