@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_engine.answer import ReasoningDelta, TextDelta
-    from mlx_engine.engine import Engine, OpenModel, load, open_model
+    from mlx_engine.engine import Engine
     from mlx_engine.engram_table import EngramStats
     from mlx_engine.errors import (
         BadRequest,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         EngineError,
         ModelFileError,
     )
+    from mlx_engine.loading import OpenModel, load, open_model
     from mlx_engine.prompt import Message
     from mlx_engine.respond import End, Event, Progress, Request
     from mlx_engine.sampling import Sampling
@@ -58,8 +59,9 @@ __version__ = version("ds41")
 
 _HOMES = {
     "answer": ("ReasoningDelta", "TextDelta"),
-    "engine": ("Engine", "OpenModel", "load", "open_model"),
+    "engine": ("Engine",),
     "engram_table": ("EngramStats",),
+    "loading": ("OpenModel", "load", "open_model"),
     "prompt": ("Message",),
     "respond": ("End", "Event", "Progress", "Request"),
     "sampling": ("Sampling",),

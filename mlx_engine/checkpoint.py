@@ -115,16 +115,18 @@ def load_weights(
     on_progress: Progress | None = None,
     *,
     chunk_tokens: int = memory.CHUNK_TOKENS,
+    session_bytes: int | None = None,
     machine: memory.MachineMemory | None = None,
     set_wired_limit: Callable[[int], object] = mx.set_wired_limit,
 ) -> Weights:
     """Make sure that the model fits, raise the wired limit, and only then read the weights.
 
-    context_tokens: of the session; chunk_tokens: of a prompt that pass the layers at once. Raises
-    DeviceError when the memory is too small, ModelFileError as `Checkpoint.read_weights`.
+    context_tokens: of a session; chunk_tokens: of a prompt that pass the layers at once;
+    session_bytes: of all sessions, by default `memory.default_session_bytes`. Raises DeviceError
+    when the memory is too small, ModelFileError as `Checkpoint.read_weights`.
     """
     machine = machine or memory.machine_memory()
-    memory.require_memory(checkpoint.config, context_tokens, machine, chunk_tokens)
+    memory.require_memory(checkpoint.config, context_tokens, machine, chunk_tokens, session_bytes)
     memory.raise_wired_limit(machine, set_wired_limit)
     return checkpoint.read_weights(on_progress)
 

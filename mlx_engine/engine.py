@@ -1,160 +1,48 @@
 """Engine: the loaded model, and the one way in for programs.
 
-`load` gives an Engine, in two steps for who wants to check a prompt before minutes of reading;
 `logits`, `generate` and `respond` use it. Callers hand over token ids or requests and never see an
 array of the device. Any thread may call, one at a time; a second call at once is refused.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_engine import memory
-from mlx_engine.checkpoint import Checkpoint, load_weights, open_checkpoint
 from mlx_engine.config import ModelConfig
-from mlx_engine.engram import EngramHash, EngramReader
+from mlx_engine.engram import EngramReader
 from mlx_engine.engram_table import EngramStats
-from mlx_engine.errors import BadRequest, ContextTooLong, ModelFileError
+from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.live import Stats
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
 from mlx_engine.ops.launch import FastPaths
 from mlx_engine.respond import Event, Progress, Request, respond
 from mlx_engine.sampling import Sampler, Sampling
-from mlx_engine.session import CHUNK_TOKENS, Prefill, Session
-from mlx_engine.state import SessionState
-from mlx_engine.token_map import load_token_map
+from mlx_engine.saving import Cache
+from mlx_engine.session import CHUNK_TOKENS, Prefill, Session, full_logits
+from mlx_engine.sessions import Sessions
+from mlx_engine.token_ids import as_int64, check_tokens
 from mlx_engine.tokenizer import Tokenizer
-
-Dtype = Literal["bfloat16", "float32"]
-DTYPES: dict[Dtype, mx.Dtype] = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+from mlx_engine.turns import TurnRecord, TurnStore
 
 
-def load(
-    path: str | Path,
-    dtype: Dtype = "bfloat16",
-    *,
-    context_tokens: int | None = None,
-    prefill: Prefill = "short",
-    chunk_tokens: int = CHUNK_TOKENS,
-    cache_dir: Path | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> "Engine":
-    """Load the checkpoint in a directory.
-
-    Both steps at once: `open_model` and `OpenModel.load` say what the arguments mean, and what is
-    raised.
-    """
-    return open_model(path, context_tokens=context_tokens).load(
-        dtype,
-        prefill=prefill,
-        chunk_tokens=chunk_tokens,
-        cache_dir=cache_dir,
-        on_progress=on_progress,
-    )
-
-
-def open_model(path: str | Path, *, context_tokens: int | None = None) -> "OpenModel":
-    """Check the checkpoint in a directory, tokenizer included, without reading a weight.
-
-    context_tokens: prompt and answer together, the model's own limit by default. Raises BadRequest
-    for an impossible one, ModelFileError for a damaged or foreign checkpoint.
-    """
-    directory = Path(path)
-    checkpoint = open_checkpoint(directory)
-    limit = checkpoint.config.max_position_embeddings
-    context_tokens = limit if context_tokens is None else context_tokens
-    if not 1 <= context_tokens <= limit:
-        raise BadRequest(f"the context is {context_tokens} tokens, it must be from 1 to {limit}")
-    return OpenModel(checkpoint, Tokenizer.load(directory, checkpoint.config), context_tokens)
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A checkpoint that was found right, its weights still on disk: minutes before an Engine."""
-
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
-    context_tokens: int
-
-    @property
-    def config(self) -> ModelConfig:
-        """The checkpoint's configuration."""
-        return self.checkpoint.config
-
-    def check(self, request: Request) -> None:
-        """Raise what `Engine.respond` would raise for this request, before a weight is read."""
-        prompt = request.encode(self.tokenizer)
-        answer_tokens = request.answer_tokens(len(prompt.token_ids), self.context_tokens)
-        _check_tokens(prompt.token_ids, answer_tokens, self.config, self.context_tokens)
-
-    def load(
-        self,
-        dtype: Dtype = "bfloat16",
-        *,
-        prefill: Prefill = "short",
-        chunk_tokens: int = CHUNK_TOKENS,
-        cache_dir: Path | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> "Engine":
-        """Start this machine's kernels, and read the weights.
-
-        dtype: of the activations between sublayers. prefill: "full" runs all layers on all tokens
-        of a prompt, for comparison. chunk_tokens: how many tokens of a prompt pass the layers at
-        once, at least 1; more take more memory and less time. cache_dir: where the tokenizer's
-        canonical map is kept, None for nowhere. on_progress: told bytes read and bytes in all.
-        Raises BadRequest for an impossible argument and DeviceError when the model cannot fit,
-        both before a weight is read, and ModelFileError for damage found while reading.
-        """
-        if dtype not in DTYPES:
-            raise BadRequest(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
-        if prefill not in ("short", "full"):
-            raise BadRequest(f"prefill is {prefill!r}, it must be short or full")
-        if chunk_tokens < 1:
-            raise BadRequest(f"chunk_tokens is {chunk_tokens}, it must be at least 1")
-        launch.start_here()
-        engram = _open_engram(self.checkpoint, cache_dir)
-        try:
-            weights = load_weights(
-                self.checkpoint, self.context_tokens, on_progress, chunk_tokens=chunk_tokens
-            )
-        except BaseException:
-            if engram is not None:
-                engram.close()
-            raise
-        return Engine(
-            self.checkpoint.directory,
-            Model(self.config, weights, DTYPES[dtype]),
-            self.tokenizer,
-            engram,
-            context_tokens=self.context_tokens,
-            prefill=prefill,
-            chunk_tokens=chunk_tokens,
-        )
-
-
-def _open_engram(checkpoint: Checkpoint, cache_dir: Path | None) -> EngramReader | None:
-    engram = checkpoint.config.engram
-    if engram is None:
-        return None
-    token_map = load_token_map(
-        checkpoint.directory / "tokenizer.json", cache_dir, engram.compressed_vocab_size
-    )
-    engram_hash = EngramHash(token_map, engram, checkpoint.config.image_token_id)
-    return EngramReader(
-        engram_hash, checkpoint.engram_tables(), cache_bytes=memory.ENGRAM_CACHE_BYTES
-    )
+class DiskCache(Cache, TurnStore, Protocol):
+    """What the engine needs of a disk cache: states, and the tokens of turns."""
 
 
 class Engine:
-    """A loaded model with one session; a context manager that closes the table files."""
+    """A loaded model and its sessions; a context manager that closes the table files.
+
+    `turns` remembers the tokens of its answers.
+    """
 
     def __init__(
         self,
@@ -164,8 +52,10 @@ class Engine:
         engram: EngramReader | None,
         *,
         context_tokens: int,
+        session_bytes: int,
         prefill: Prefill = "short",
         chunk_tokens: int = CHUNK_TOKENS,
+        disk_cache: DiskCache | None = None,
     ) -> None:
         self.directory = directory
         self.tokenizer = tokenizer
@@ -173,7 +63,16 @@ class Engine:
         self._model = model
         self._engram = engram
         self._chunk_tokens = chunk_tokens
-        self._session = Session(model, engram, prefill=prefill, chunk_tokens=chunk_tokens)
+        self._sessions = Sessions(
+            model,
+            engram,
+            budget_bytes=session_bytes,
+            short_bytes=memory.short_session_bytes(model.config, context_tokens),
+            prefill=prefill,
+            chunk_tokens=chunk_tokens,
+            cache=disk_cache,
+        )
+        self.turns = TurnRecord(disk_cache)
         self._work = Lock()
         self._is_closed = False
 
@@ -184,8 +83,12 @@ class Engine:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the session's state holds in memory."""
-        return self._session.state_bytes
+        """Bytes that the sessions' states and checkpoints hold in memory."""
+        return self._sessions.n_bytes
+
+    def session_stats(self) -> Stats:
+        """Numbers about the sessions and the prompts that they served."""
+        return self._sessions.stats()
 
     @property
     def fast_paths(self) -> FastPaths:
@@ -193,9 +96,9 @@ class Engine:
         return launch.fast_paths()
 
     def reset(self) -> None:
-        """Forget what the session has computed. Raises BadRequest while another call works."""
+        """Forget what the sessions have computed. Raises BadRequest while another call works."""
         with self._alone():
-            self._session.reset()
+            self._sessions.reset()
 
     def engram_stats(self) -> EngramStats:
         """Table rows asked for, found in memory and read since the start."""
@@ -206,39 +109,22 @@ class Engine:
     ) -> NDArray[np.float32]:
         """Logits of a prompt at full depth: f32 [T, V], or [len(positions), V].
 
-        Computed apart from the session, in chunks. Raises BadRequest for tokens or positions that
+        Computed apart from the sessions, in chunks. Raises BadRequest for tokens or positions that
         are not there, ContextTooLong.
         """
-        _check_tokens(token_ids, 0, self.config, self.context_tokens)
+        check_tokens(token_ids, 0, self.config, self.context_tokens)
         T = len(token_ids)
-        wanted = np.arange(T) if positions is None else _int64("positions", positions)
+        wanted = np.arange(T) if positions is None else as_int64("positions", positions)
         if wanted.size and not (0 <= wanted.min() and wanted.max() < T):
             raise BadRequest(f"positions must be from 0 to {T - 1}, the prompt's last token")
         with self._alone():
-            return self._logits(token_ids, wanted)
-
-    def _logits(self, token_ids: Sequence[int], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        T = len(token_ids)
-        state = SessionState(self.config)
-        result = np.empty((len(wanted), self.config.vocab_size), dtype=np.float32)
-        for first in range(0, T, self._chunk_tokens):
-            chunk = token_ids[first : first + self._chunk_tokens]
-            rows = None
-            if self._engram is not None:
-                known = token_ids[max(first - self._engram.hash.history_tokens, 0) : first]
-                rows = self._engram.prefetch(np.array(chunk), np.array(known, dtype=np.int64))
-            streams, pre = self._model.decode(self._model.encode(chunk, state, rows), state)
-            inside = np.flatnonzero((wanted >= first) & (wanted < first + len(chunk)))
-            mx.eval(*state.arrays())
-            if inside.size:
-                at = mx.array(wanted[inside] - first)
-                result[inside] = np.array(self._model.head(streams[at], pre[at]))
-        return result
+            return full_logits(self._model, self._engram, token_ids, wanted, self._chunk_tokens)
 
     def generate(
         self,
         token_ids: Sequence[int],
         *,
+        anchors: Sequence[int] = (),
         max_tokens: int,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -249,51 +135,79 @@ class Engine:
     ) -> Generator[int, None, Literal["stop", "length"]]:
         """Yield the tokens that follow a prompt; return "stop" at the EOS, or "length".
 
-        The EOS is not yielded; `ignore_eos` goes on past it. The session keeps what the last call
-        computed, so a prompt that continues it starts there. `on_progress` is told the prompt's
-        tokens done and in all: first those known already, then after each chunk; what it raises
-        stops the work. Raises BadRequest, and ContextTooLong when prompt and answer pass the
-        context. Once another call has taken the session elsewhere, the next token is a BadRequest.
+        The EOS is not yielded; `ignore_eos` goes on past it. What earlier calls computed is used
+        again; `anchors` are positions of the prompt where a later one may part from it, the end of
+        system and tools first. `on_progress` is told the prompt's tokens done and in all: first
+        those known already, then after each chunk; what it raises stops the work. Raises
+        BadRequest, and ContextTooLong when prompt and answer pass the context. Once another call
+        has taken the session elsewhere, the next token is a BadRequest.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, min_p=min_p, seed=seed)
         if max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}, it must be at least 1")
-        _check_tokens(token_ids, max_tokens, self.config, self.context_tokens)
+        check_tokens(token_ids, max_tokens, self.config, self.context_tokens)
         return self._generate(
-            tuple(token_ids), max_tokens, Sampler(sampling), ignore_eos, on_progress
+            tuple(token_ids),
+            tuple(anchors),
+            max_tokens,
+            Sampler(sampling),
+            ignore_eos,
+            on_progress,
         )
 
     def _generate(
         self,
         token_ids: Sequence[int],
+        anchors: Sequence[int],
         max_tokens: int,
         sampler: Sampler,
         ignore_eos: bool,
         on_progress: Callable[[int, int], None] | None,
     ) -> Generator[int, None, Literal["stop", "length"]]:
         with self._alone():
-            logits = self._session.sync(token_ids, on_progress)
-            timeline = self._session.timeline
+            session, logits = self._sessions.sync(token_ids, anchors, on_progress)
+            epoch = session.epoch
             if not mx.isfinite(logits).all().item():
                 raise ModelFileError(
                     f"the logits are no numbers, so weights of {self.directory} are damaged: "
                     "delete its shards and fetch them again"
                 )
             token_id = cast(int, sampler(logits).item())
-        for left in range(max_tokens, 0, -1):
-            if token_id == self.config.eos_token_id and not ignore_eos:
-                return "stop"
-            yield token_id
-            if left == 1:
-                break
-            with self._alone():
-                if self._session.timeline != timeline:
-                    raise BadRequest(
-                        "the session has gone on to another prompt; start generate again"
-                    )
-                # The id must reach the host each step: the next Engram rows depend on it.
-                token_id = cast(int, sampler(self._session.step(token_id)).item())
+        try:
+            for left in range(max_tokens, 0, -1):
+                if token_id == self.config.eos_token_id and not ignore_eos:
+                    return "stop"
+                yield token_id
+                if left == 1:
+                    break
+                with self._alone():
+                    if session not in self._sessions or session.epoch != epoch:
+                        raise BadRequest(
+                            "the session has gone on to another prompt; start generate again"
+                        )
+                    token_id = self._next_token(session, token_id, sampler)
+        finally:
+            self._end_turn(session, epoch)
         return "length"
+
+    def _next_token(self, session: Session, token_id: int, sampler: Sampler) -> int:
+        """Append a token and sample the one after it."""
+        try:
+            # The id must reach the host each step: the next Engram rows depend on it.
+            return cast(int, sampler(self._sessions.step(session, token_id)).item())
+        except BaseException:
+            # The device may have failed after the step was handed to it.
+            session.rewind(session.position)
+            raise
+
+    def _end_turn(self, session: Session, epoch: int) -> None:
+        """Keep the end of an answer, unless another call is at work or has gone on from there."""
+        if not self._is_closed and self._work.acquire(blocking=False):
+            try:
+                if session in self._sessions and session.epoch == epoch:
+                    self._sessions.end_turn(session)
+            finally:
+                self._work.release()
 
     @contextmanager
     def _alone(self) -> Generator[None]:
@@ -318,7 +232,15 @@ class Engine:
         return respond(self, request, on_progress=on_progress, cancelled=cancelled)
 
     def close(self) -> None:
-        """Close the table files; every later call is refused."""
+        """Hand what only memory has to the disk cache, and close the table files.
+
+        Every later call is refused.
+        """
+        if not self._is_closed and self._work.acquire(blocking=False):
+            try:
+                self._sessions.close()
+            finally:
+                self._work.release()
         self._is_closed = True
         if self._engram is not None:
             self._engram.close()
@@ -333,32 +255,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _check_tokens(
-    token_ids: Sequence[int], answer_tokens: int, config: ModelConfig, context_tokens: int
-) -> None:
-    """Refuse a prompt that the model cannot read, or that leaves too little room to answer."""
-    T = len(token_ids)
-    if T == 0:
-        raise BadRequest("the prompt is empty: give at least one token")
-    ids = _int64("token ids", token_ids)
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise BadRequest(
-            f"a prompt's token ids must be from 0 to {config.vocab_size - 1}, "
-            f"this one has {ids.min()} to {ids.max()}"
-        )
-    if (ids == config.image_token_id).any():
-        raise BadRequest("the prompt holds an image token, and this engine reads text only")
-    if T + answer_tokens > context_tokens:
-        raise ContextTooLong(
-            f"{T} tokens of prompt and {answer_tokens} of answer pass the context of "
-            f"{context_tokens} tokens: shorten one, or load with a longer context"
-        )
-
-
-def _int64(what: str, numbers: Sequence[int]) -> NDArray[np.int64]:
-    array = np.array(numbers) if len(numbers) else np.empty(0, dtype=np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise BadRequest(f"{what} must be one list of integers within 64 bits")
-    return array.astype(np.int64)

@@ -26,8 +26,15 @@ CHUNK_TOKENS = 2048
 # Engram rows that many prompts share stay in memory; as released this holds two million of them.
 ENGRAM_CACHE_BYTES = 512 * 2**20
 
-# Unused rows at the end of a buffer that grows with the context, at most.
+# Unused rows at the end of a buffer that grows with the context: at most, and to begin with.
 SPARE_ROWS = 1 << 16
+FIRST_ROWS = 256
+
+# Checkpoints that sessions may keep beside one full context, or other sessions in their place.
+CHECKPOINTS = 128
+
+# A prompt up to this long finds room without the end of a longer session.
+SHORT_TOKENS = 4096
 
 # A tile of the index scan: queries times heads times rows. Bounds a prefill at any context.
 SCAN_VALUES = 1 << 21
@@ -58,8 +65,8 @@ class MachineMemory:
 class Needs:
     """What a model needs at some context.
 
-    weights_bytes: as released. kept_bytes: made or read while it runs, and kept. state_bytes: a
-    session's. activation_bytes: room to compute in.
+    weights_bytes: as released. kept_bytes: made or read while it runs, and kept. state_bytes: of
+    the sessions together. activation_bytes: room to compute in.
     """
 
     weights_bytes: int
@@ -111,9 +118,36 @@ def growing_bytes_per_token(config: ModelConfig) -> float:
 
 def state_bytes(config: ModelConfig, context_tokens: int) -> int:
     """A session's state after `context_tokens`: windows, rows, keys, and pending rows in f32."""
+    return checkpoint_bytes(config) + growing_bytes(config, context_tokens)
+
+
+def checkpoint_bytes(config: ModelConfig) -> int:
+    """A checkpoint of a session: the windows, and pending rows in f32."""
     pending_rows = sum(ratio - 1 for ratio in _source_ratios(config))
-    pending_bytes = pending_rows * 2 * config.head_dim * _F32_BYTES
-    return window_bytes(config) + growing_bytes(config, context_tokens) + pending_bytes
+    return window_bytes(config) + pending_rows * 2 * config.head_dim * _F32_BYTES
+
+
+def held_bytes(config: ModelConfig, context_tokens: int) -> int:
+    """A session's state in memory: with the rows that its growing buffers have to spare."""
+    spare = sum(max(FIRST_ROWS, min(n, SPARE_ROWS)) for n in _source_rows(config, context_tokens))
+    return state_bytes(config, context_tokens) + spare * _row_bytes(config)
+
+
+def short_session_bytes(config: ModelConfig, context_tokens: int) -> int:
+    """What is kept free of longer sessions: one of SHORT_TOKENS with two checkpoints."""
+    tokens = min(SHORT_TOKENS, context_tokens)
+    return held_bytes(config, tokens) + 2 * checkpoint_bytes(config)
+
+
+def least_session_bytes(config: ModelConfig, context_tokens: int) -> int:
+    """What sessions take at least: one full context with four checkpoints, and a short one."""
+    full = held_bytes(config, context_tokens) + 4 * checkpoint_bytes(config)
+    return full + short_session_bytes(config, context_tokens)
+
+
+def default_session_bytes(config: ModelConfig, context_tokens: int) -> int:
+    """What sessions may take by default: the least, and CHECKPOINTS more."""
+    return least_session_bytes(config, context_tokens) + CHECKPOINTS * checkpoint_bytes(config)
 
 
 def activation_bytes(
@@ -146,12 +180,22 @@ def activation_bytes(
     return values * _F32_BYTES + _growth_bytes(config, context_tokens)
 
 
-def needs(config: ModelConfig, context_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> Needs:
-    """All of it, for one session of `context_tokens` that reads prompts by `chunk_tokens`."""
+def needs(
+    config: ModelConfig,
+    context_tokens: int,
+    chunk_tokens: int = CHUNK_TOKENS,
+    session_bytes: int | None = None,
+) -> Needs:
+    """All of it, for sessions of up to `context_tokens` that read prompts by `chunk_tokens`.
+
+    session_bytes: what they may take together, by default `default_session_bytes`.
+    """
+    if session_bytes is None:
+        session_bytes = default_session_bytes(config, context_tokens)
     return Needs(
         weights_bytes=resident_bytes(config),
         kept_bytes=kept_bytes(config),
-        state_bytes=state_bytes(config, context_tokens),
+        state_bytes=session_bytes,
         activation_bytes=activation_bytes(config, context_tokens, chunk_tokens),
     )
 
@@ -178,9 +222,10 @@ def require_memory(
     context_tokens: int,
     machine: MachineMemory | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    session_bytes: int | None = None,
 ) -> Needs:
     """Return what the model needs; raises DeviceError when this machine cannot hold it."""
-    needed = needs(config, context_tokens, chunk_tokens)
+    needed = needs(config, context_tokens, chunk_tokens, session_bytes)
     machine = machine or machine_memory()
     if needed.total_bytes > machine.usable_bytes:
         raise DeviceError(
@@ -204,7 +249,7 @@ def describe(needed: Needs, context_tokens: int) -> str:
         f"the model needs {format_bytes(needed.total_bytes)} "
         f"({format_bytes(needed.weights_bytes)} of weights, "
         f"{format_bytes(needed.kept_bytes)} kept beside them, "
-        f"{format_bytes(needed.state_bytes)} for {context_tokens:,} tokens of context, "
+        f"{format_bytes(needed.state_bytes)} for sessions of {context_tokens:,} tokens, "
         f"{format_bytes(needed.activation_bytes)} to compute in)"
     )
 
@@ -257,11 +302,13 @@ def _fitting_context(
 ) -> int:
     """The longest shorter context that fits, in steps of 1,024 tokens; 0 for none."""
 
-    def held_bytes(tokens: int) -> int:
-        return state_bytes(config, tokens) + activation_bytes(config, tokens, chunk_tokens)
+    def needed_bytes(tokens: int) -> int:
+        return default_session_bytes(config, tokens) + activation_bytes(
+            config, tokens, chunk_tokens
+        )
 
     steps = range(1024, context_tokens, 1024)
-    return 1024 * bisect_right(steps, room_bytes, key=held_bytes)
+    return 1024 * bisect_right(steps, room_bytes, key=needed_bytes)
 
 
 def _source_ratios(config: ModelConfig) -> list[int]:
@@ -282,10 +329,8 @@ def _row_bytes(config: ModelConfig) -> int:
 
 
 def _growth_bytes(config: ModelConfig, context_tokens: int) -> int:
-    """Rows that the growing buffers have to spare, and the copy of the one that grows."""
-    rows = _source_rows(config, context_tokens)
-    spare = sum(min(n, SPARE_ROWS) for n in rows)
-    return (spare + max(rows, default=0)) * _row_bytes(config)
+    """The copy of the buffer that grows."""
+    return max(_source_rows(config, context_tokens), default=0) * _row_bytes(config)
 
 
 def _unpacked_values(config: ModelConfig) -> int:

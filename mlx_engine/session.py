@@ -1,22 +1,77 @@
 """Session: one mutable timeline of tokens, which owns the state that they left behind.
 
-Callers hand over the whole token prefix; `sync` decides what to keep and what to compute. Nobody
-else touches the SessionState.
+Callers hand over the whole token prefix; `sync` decides what to keep, what to return to and what to
+compute. Nobody else changes the SessionState. Which session a prompt goes to is sessions's part.
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_engine.engram import EngramReader, EngramRows
 from mlx_engine.formats import CacheFormats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Boundary, Model
-from mlx_engine.state import SessionState
+from mlx_engine.state import Checkpoint, SessionState
+from mlx_engine.token_ids import TokenIds, as_token_ids, shared_tokens
 
 Prefill = Literal["short", "full"]
+# Between checkpoints inside a prefill: each takes a run of the upper layers, which at this distance
+# adds 8% to their work as released.
+SPACING_TOKENS = 16_384
+
+
+def read_ahead(
+    engram: EngramReader | None, token_ids: TokenIds, first: int, last: int
+) -> EngramRows | None:
+    """Start to read the Engram rows of the tokens from `first` up to `last`."""
+    if engram is None or first == last:
+        return None
+    past = token_ids[max(first - engram.hash.history_tokens, 0) : first]
+    return engram.prefetch(token_ids[first:last].astype(np.int64), past.astype(np.int64))
+
+
+def stops(
+    known: int, total: int, anchors: Sequence[int], last_checkpoint: int = 0, spacing: int = 0
+) -> list[int]:
+    """Where a prefill from `known` to `total` tokens pauses for a checkpoint, ascending, even.
+
+    At the prompt's end, the last even position before the last token; at the first anchor; at
+    others no closer than `spacing`, by default SPACING_TOKENS, to the checkpoint before and to the
+    end; and so far apart in between, where no anchor is. A prefill that goes on where another broke
+    off pauses where that would have.
+    """
+    spacing = (spacing or SPACING_TOKENS) + 1 & ~1
+    end = (total - 1) // 2 * 2
+    even = sorted({anchor // 2 * 2 for anchor in anchors})
+    chosen: list[int] = []
+    for anchor in even:
+        before = chosen[-1] if chosen else last_checkpoint
+        is_apart = min(anchor - before, end - anchor) >= spacing
+        if known < anchor < end and (anchor == even[0] or is_apart):
+            chosen.append(anchor)
+    if known < end:
+        chosen.append(end)
+    filled: list[int] = []
+    for before, pause in pairwise([last_checkpoint, *chosen]):
+        filled += [n for n in range(before + spacing, pause - spacing + 1, spacing) if n > known]
+        filled.append(pause)
+    return filled
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a timeline has of a prompt: tokens in common, and tokens not to be computed again."""
+
+    shared: int
+    kept: int
 
 
 class Session:
@@ -24,8 +79,8 @@ class Session:
 
     `prefill` "full" runs every layer on every token of a prompt; "short" runs the layers above the
     last source of compressed rows only on the tokens that the last token's logits and the windows
-    depend on, which gives the same result. `timeline` counts the calls of `reset` and `sync`: who
-    remembers a lower count would go on over the tokens of somebody else.
+    depend on, which gives the same result. `checkpoints` ascend. `epoch` counts what broke the
+    sequence of steps: who remembers a lower count would go on over the tokens of somebody else.
     """
 
     def __init__(
@@ -42,96 +97,288 @@ class Session:
         self._prefill: Prefill = prefill
         self._chunk_tokens = chunk_tokens
         self._formats = formats
-        self.timeline = 0
+        self._reach = model.config.reach_tokens(model.config.last_kv_source)
+        self.epoch = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget the timeline."""
-        self.timeline += 1
-        self._token_ids: list[int] = []
-        self.state = SessionState(self._model.config, self._formats)
-        self._logits = mx.zeros((0,))
+        self._take(SessionState(self._model.config, self._formats), [])
+
+    def restore(self, token_ids: Sequence[int] | TokenIds, state: SessionState) -> None:
+        """Go on from a state that these tokens left behind elsewhere."""
+        assert state.position == len(token_ids)
+        self._take(state, token_ids)
+        self._keep(state.checkpoint())
+
+    def fork(self, checkpoint: Checkpoint) -> "Session":
+        """A session of its own at one of this session's checkpoints, which it has too."""
+        other = Session(
+            self._model,
+            self._engram,
+            prefill=self._prefill,
+            chunk_tokens=self._chunk_tokens,
+            formats=self._formats,
+        )
+        other._take(self.state.fork(checkpoint), self._token_ids[: checkpoint.position])
+        before = [each for each in self.checkpoints if each.position < checkpoint.position]
+        other.checkpoints = [*before, checkpoint]
+        return other
+
+    def _take(self, state: SessionState, token_ids: Sequence[int] | TokenIds) -> None:
+        self.epoch += 1
+        self.state = state
+        self.checkpoints: list[Checkpoint] = []
+        # Of the prompt that `sync` was given last; what is past it was generated.
+        self.prompt_tokens = len(token_ids)
+        self._token_ids = array("I", token_ids)
+        # What the upper layers may still need and have not seen, in a prefill that was broken off.
+        self._waiting: Boundary | None = None
+        self._logits: mx.array | None = None
+
+    @property
+    def position(self) -> int:
+        """The tokens of the timeline."""
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The timeline, a copy."""
+        return np.array(self._token_ids, dtype=np.uint32)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the upper layers have seen all of the timeline."""
+        return self._waiting is None
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state in memory."""
-        return self.state.n_bytes
+        """Bytes of the state in memory, and of what a broken-off prefill left for the retry."""
+        waiting = () if self._waiting is None else self._waiting.arrays()
+        return self.state.n_bytes + sum(x.nbytes for x in waiting)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoints in memory."""
+        return sum(checkpoint.n_bytes for checkpoint in self.checkpoints)
+
+    def match(self, token_ids: Sequence[int] | TokenIds) -> Match:
+        """What `sync` to these tokens would keep."""
+        ids = as_token_ids(token_ids)
+        shared = shared_tokens(np.asarray(self._token_ids, np.uint32), ids)
+        is_useful = shared < ids.size or self._logits is not None or self._waiting is not None
+        if shared == self.position and is_useful:
+            return Match(shared, shared)
+        checkpoint = self.checkpoint_at(min(shared, ids.size - 1))
+        return Match(shared, checkpoint.position if checkpoint else 0)
+
+    def checkpoint_at(self, position: int) -> Checkpoint | None:
+        """The last checkpoint that does not lie past a position."""
+        i = bisect_right(self.checkpoints, position, key=lambda each: each.position)
+        return self.checkpoints[i - 1] if i else None
 
     def sync(
-        self, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
+        self,
+        token_ids: Sequence[int] | TokenIds,
+        anchors: Sequence[int] = (),
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> mx.array:
         """Bring the timeline to exactly these tokens, at least one: f32 logits [V] after the last.
 
-        A timeline that these tokens continue is kept, any other is computed anew. `on_progress` is
-        told the tokens done and in all: first those that were there, then after each chunk. What it
-        raises stops the work there: before the first chunk the timeline is what was there, after
-        any other it is empty.
+        Kept is what they continue; from a place where they differ the timeline returns to the
+        checkpoint before it. `anchors` are positions that a later prompt may return to, the end of
+        system and tools first; `stops` says which become checkpoints. `on_progress` is told the
+        tokens done and in all: first those that were there, then after each chunk. What it raises
+        stops the work there, and the same tokens go on there. A chunk that fails leaves the
+        timeline where the chunk began.
         """
-        self.timeline += 1
-        known, total = len(self._token_ids), len(token_ids)
-        if self._token_ids != list(token_ids[:known]):
+        ids = as_token_ids(token_ids)
+        self.epoch += 1
+        if self.state.position != self.position:
+            # A return failed, and so did the reset after it.
             self.reset()
-            known = 0
-
-        def report(done_tokens: int) -> None:
-            if on_progress is not None:
-                on_progress(known + done_tokens, total)
-
-        report(0)
-        if known < total:
-            self._extend(token_ids[known:], report)
+        kept = self.match(ids).kept
+        if kept < self.position:
+            self.rewind(kept)
+            kept = self.position
+        self.prompt_tokens = ids.size
+        if on_progress is not None:
+            on_progress(kept, ids.size)
+        if kept < ids.size or self._waiting is not None:
+            self._extend(ids, anchors, on_progress)
+        assert self._logits is not None
         return self._logits
 
     def step(self, token_id: int) -> mx.array:
-        """Append one token: f32 logits [V] after it, not waited for."""
-        self._extend([token_id], lambda _: None)
+        """Append one token: f32 logits [V] after it, not waited for.
+
+        A step that fails takes the timeline back to the last checkpoint.
+        """
+        assert self.is_whole
+        try:
+            past = self._engram.hash.history_tokens if self._engram else 0
+            ids = np.array([*self._token_ids[max(self.position - past, 0) :], token_id], np.uint32)
+            self._compute(ids, read_ahead(self._engram, ids, ids.size - 1, ids.size), new=1)
+            assert self._logits is not None
+            mx.async_eval(self._logits, *self.state.arrays())
+        except BaseException:
+            self.rewind(self.position)
+            raise
         return self._logits
 
-    def _extend(self, new_ids: Sequence[int], report: Callable[[int], None]) -> None:
-        try:
-            self._run(new_ids, report)
-        except BaseException:
-            # Layers that got ahead of others cannot go on from here.
+    def rewind(self, position: int) -> None:
+        """Return to the last checkpoint that does not lie past a position, or to the start."""
+        checkpoint = self.checkpoint_at(position)
+        if checkpoint is None:
             self.reset()
-            raise
+        else:
+            self._return_to(checkpoint, None)
 
-    def _run(self, new_ids: Sequence[int], report: Callable[[int], None]) -> None:
-        model, state, is_short = self._model, self.state, self._prefill == "short"
-        reach = model.config.reach_tokens(model.config.last_kv_source)
-        size = self._chunk_tokens
-        chunks = [new_ids[first : first + size] for first in range(0, len(new_ids), size)]
-        done = 0
-        waiting: Boundary | None = None  # what the upper layers may still need and have not seen
-        ahead = self._prefetch(chunks[0])
-        for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
-            rows = ahead
-            self._token_ids.extend(chunk)
-            if following is not None:
-                ahead = self._prefetch(following)
-            boundary = model.encode(chunk, state, rows)
-            waiting = boundary if waiting is None else waiting.then(boundary)
-            if following is None or not is_short:
-                streams, pre = model.decode(waiting, state, is_narrow=is_short)
-                waiting = None
-                self._logits = model.head(streams[-1:], pre[-1:]).reshape(-1)
-            else:
-                waiting = waiting.last(reach)
-                mx.eval(waiting.arrays())
-            if len(new_ids) == 1:
-                mx.async_eval(self._logits, *state.arrays())
-            else:
-                mx.eval(self._logits, *state.arrays())
-            done += len(chunk)
-            report(done)
-        if len(chunks) > 1:
+    def keep_checkpoint(self) -> None:
+        """Take a checkpoint at the last even position, if the upper layers have seen it."""
+        if self._waiting is None:
+            checkpoint = self.state.checkpoint().even()
+            if checkpoint.position and checkpoint.position not in self._positions():
+                self._keep(checkpoint)
+
+    def expendable(self) -> list[tuple[Checkpoint, int]]:
+        """The checkpoints that may go, missed least first, and tokens from the one before each.
+
+        Far from the end they may lie further apart: what is edited is mostly what came last. The
+        first stays, and so do the newest two, for an exact retry.
+        """
+        found: list[tuple[Checkpoint, int]] = []
+        left = [*self.checkpoints]
+        while len(left) > 3:
+            at = [0, *(each.position for each in left)]
+            gaps = [((at[i + 1] - at[i - 1]) / (at[-1] - at[i]), i) for i in range(2, len(at) - 2)]
+            _, i = min(gaps)
+            found.append((left.pop(i - 1), at[i] - at[i - 1]))
+        return found
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Forget a checkpoint."""
+        self.checkpoints = [each for each in self.checkpoints if each is not checkpoint]
+
+    def _positions(self) -> list[int]:
+        return [each.position for each in self.checkpoints]
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        i = bisect_right(self.checkpoints, checkpoint.position, key=lambda each: each.position)
+        self.checkpoints.insert(i, checkpoint)
+
+    def _extend(
+        self,
+        ids: TokenIds,
+        anchors: Sequence[int],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        known, total = self.position, ids.size
+        before = self.checkpoint_at(known)
+        pauses = stops(known, total, anchors, before.position if before else 0)
+        if not pauses:
+            # The prompt's end lies at most a token behind: it is where the timeline is.
+            self.keep_checkpoint()
+            pauses = [] if self.is_whole else [known]
+        ends = self._chunk_ends([*pauses, total])
+        ahead: EngramRows | None = None
+        for i, end in enumerate(ends):
+            start, waiting = self.state.checkpoint(), self._waiting
+            try:
+                rows = ahead if i else read_ahead(self._engram, ids, known, end)
+                if i + 1 < len(ends):
+                    ahead = read_ahead(self._engram, ids, end, ends[i + 1])
+                is_pause = end in pauses or end == total
+                self._compute(ids[:end], rows, new=end - start.position, is_last=is_pause)
+                mx.eval(self._logits, *self.state.arrays())
+            except BaseException:
+                self._return_to(start, waiting)
+                raise
+            if end in pauses:
+                self.keep_checkpoint()
+            if on_progress is not None:
+                on_progress(end, total)
+        if len(ends) > 2:
             # What the chunks allocated is no use to single steps.
             mx.clear_cache()
 
-    def _prefetch(self, chunk: Sequence[int]) -> EngramRows | None:
-        """Start to read the Engram rows of the tokens that follow the timeline."""
-        if self._engram is None:
-            return None
-        history = self._token_ids[-self._engram.hash.history_tokens :]
-        return self._engram.prefetch(
-            np.array(chunk, dtype=np.int64), np.array(history, dtype=np.int64)
-        )
+    def _chunk_ends(self, pauses: Sequence[int]) -> list[int]:
+        """Where the chunks end that lead from here over the pauses."""
+        ends: list[int] = []
+        for first, last in pairwise([self.position, *pauses]):
+            ends += [*range(first + self._chunk_tokens, last, self._chunk_tokens), last]
+        # Where nothing is left to compute but what the upper layers have not seen, that is one end.
+        return sorted(set(ends))
+
+    def _compute(
+        self, ids: TokenIds, rows: EngramRows | None, *, new: int, is_last: bool = True
+    ) -> None:
+        """Run the last `new` of the tokens; with `is_last` the upper layers catch up."""
+        assert self.state.position == len(self._token_ids)
+        model, is_short = self._model, self._prefill == "short"
+        self._logits = None
+        if new:
+            chunk = ids[-new:]
+            boundary = model.encode(chunk.tolist(), self.state, rows)
+            self._token_ids.extend(chunk.tolist())
+            self._waiting = self._waits(boundary)
+        if is_last or not is_short:
+            assert self._waiting is not None
+            streams, pre = model.decode(self._waiting, self.state, is_narrow=is_short)
+            self._waiting = None
+            self._logits = model.head(streams[-1:], pre[-1:]).reshape(-1)
+        else:
+            assert self._waiting is not None
+            mx.eval(*self._waiting.arrays())
+
+    def _waits(self, boundary: Boundary) -> Boundary:
+        """What waits already and what comes to it, no more than the upper layers can need."""
+        if self._prefill == "full":
+            return boundary
+        more = self._reach - boundary.x.shape[0]
+        if self._waiting is None or more <= 0:
+            return boundary.last(self._reach)
+        return self._waiting.last(more).then(boundary)
+
+    def _return_to(self, checkpoint: Checkpoint, waiting: Boundary | None) -> None:
+        """Go back to a place of this timeline, whatever a broken-off chunk left behind."""
+        self.epoch += 1
+        self._logits = None
+        self._waiting = waiting
+        del self._token_ids[checkpoint.position :]
+        self.prompt_tokens = min(self.prompt_tokens, checkpoint.position)
+        self.checkpoints = [c for c in self.checkpoints if c.position <= checkpoint.position]
+        try:
+            self.state.rewind(checkpoint)
+            mx.eval(list(self.state.arrays()))
+        except BaseException as error:
+            # Some rows were not cut, or the device did not finish what the rows before are in.
+            self.reset()
+            if not isinstance(error, Exception):
+                raise
+
+
+def full_logits(
+    model: Model,
+    engram: EngramReader | None,
+    token_ids: Sequence[int] | TokenIds,
+    wanted: NDArray[np.int64],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> NDArray[np.float32]:
+    """Logits after the `wanted` tokens of a sequence at full depth, apart from any session.
+
+    f32 [len(wanted), V].
+    """
+    ids = as_token_ids(token_ids)
+    state = SessionState(model.config)
+    result = np.empty((wanted.size, model.config.vocab_size), dtype=np.float32)
+    for first in range(0, ids.size, chunk_tokens):
+        last = min(first + chunk_tokens, ids.size)
+        rows = read_ahead(engram, ids, first, last)
+        streams, pre = model.decode(model.encode(ids[first:last].tolist(), state, rows), state)
+        inside = np.flatnonzero((wanted >= first) & (wanted < last))
+        mx.eval(*state.arrays())
+        if inside.size:
+            at = mx.array(wanted[inside] - first)
+            result[inside] = np.array(model.head(streams[at], pre[at]))
+    return result

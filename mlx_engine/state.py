@@ -2,21 +2,29 @@
 
 Rows are packed and storage is logical: a window is a ring of fixed size, compressed rows and index
 keys grow by doubling and are written in place. In place holds only while nobody else keeps a
-reference to a buffer across an update, so nothing here hands out a buffer itself, only what a
-step reads from it.
+reference to a buffer across an update, so nothing here hands out a buffer that grows, only what a
+step reads from it. A checkpoint refers to the small rest, which an update then copies once.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlx_engine.config import ModelConfig
 from mlx_engine.formats import CacheFormats, RowFormat
-from mlx_engine.memory import SPARE_ROWS
+from mlx_engine.memory import FIRST_ROWS, SPARE_ROWS
 from mlx_engine.ops.attention import WindowRows
 from mlx_engine.ops.front import Ring
 
-_FIRST_ROWS = 256
+
+@dataclass(frozen=True)
+class SavedWindow:
+    """A window at some time: rows [capacity, words], where the newest ends, how many count."""
+
+    rows: mx.array
+    end: int
+    count: int
 
 
 class Window:
@@ -50,6 +58,14 @@ class Window:
         self.rows = mx.roll(newest, self.end % capacity, 0)
         return WindowRows(ordered, first_position - kept)
 
+    def save(self) -> SavedWindow:
+        """The window as it is, to return to."""
+        return SavedWindow(self.rows, self.end, self.count)
+
+    def restore(self, saved: SavedWindow) -> None:
+        """Return to what it was."""
+        self.rows, self.end, self.count = saved.rows, saved.end, saved.count
+
     def ring(self, first_position: int, N: int) -> Ring | None:
         """Where a single next row goes once the window is full, else None."""
         is_next = first_position == self.end and self.count >= self.rows.shape[0] - 1
@@ -80,11 +96,29 @@ class GrowingRows:
         needed = self.length + new.shape[0]
         capacity = self.buffer.shape[0]
         if needed > capacity:
-            growth = max(_FIRST_ROWS, min(capacity, SPARE_ROWS), needed - capacity)
+            growth = max(FIRST_ROWS, min(capacity, SPARE_ROWS), needed - capacity)
             self.buffer = mx.pad(self.buffer, [(0, growth), (0, 0)])
         # A place that is known takes one launch, one in an array another to compute it.
         self.buffer[self.length : needed] = new
         self.length = needed
+
+    def truncate(self, length: int) -> None:
+        """Drop the rows from `length` on; a buffer that then has too much to spare is copied.
+
+        Above twice what a copy has to spare, so that rows that come and go seldom cost one.
+        """
+        self.length = length
+        if self.buffer.shape[0] - length > 2 * SPARE_ROWS:
+            self.buffer = self.copy(length).buffer
+            mx.eval(self.buffer)
+
+    def copy(self, length: int) -> "GrowingRows":
+        """The first `length` rows in a buffer of their own, with room for more."""
+        copy = GrowingRows(self.buffer.shape[1], self.buffer.dtype)
+        copy.length = length
+        spare = max(FIRST_ROWS, min(length, SPARE_ROWS))
+        copy.buffer = mx.pad(self.buffer[:length], [(0, spare), (0, 0)])
+        return copy
 
     def view(self) -> mx.array:
         """The rows so far [length, width]; let it go before the next append."""
@@ -111,6 +145,11 @@ class GrowingKeys:
         self.codes.append(codes)
         self.scales.append(scales)
 
+    def truncate(self, length: int) -> None:
+        """Drop the keys from `length` on."""
+        self.codes.truncate(length)
+        self.scales.truncate(length)
+
 
 class PendingGroup:
     """The raw rows of a group of R tokens that is not full yet: f32 [n, head_dim] each."""
@@ -118,6 +157,37 @@ class PendingGroup:
     def __init__(self, head_dim: int) -> None:
         self.kv = mx.zeros((0, head_dim))
         self.gate = mx.zeros((0, head_dim))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the rows below `position` leave out: the windows of all layers and the pending groups.
+
+    pending: kv and gate, f32 [position % ratio, head_dim] each, by source.
+    """
+
+    position: int
+    windows: tuple[SavedWindow, ...]
+    pending: dict[int, tuple[mx.array, mx.array]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it may be alone in keeping."""
+        pending = [array for arrays in self.pending.values() for array in arrays]
+        return sum(array.nbytes for array in [*(saved.rows for saved in self.windows), *pending])
+
+    def even(self) -> "Checkpoint":
+        """This one, or from an odd position the one a token before, exactly.
+
+        A ring holds one row more than the next query sees, so the newest can go. A pending group
+        can lose its newest row, one that the last token closed cannot: no even ratio has that.
+        """
+        if self.position % 2 == 0 or any(not kv.shape[0] for kv, _ in self.pending.values()):
+            return self
+        windows = tuple(replace(w, end=w.end - 1, count=w.count - 1) for w in self.windows)
+        pending = {source: (kv[:-1], gate[:-1]) for source, (kv, gate) in self.pending.items()}
+        mx.eval(list(pending.values()))
+        return Checkpoint(self.position - 1, windows, pending)
 
 
 class SessionState:
@@ -128,11 +198,13 @@ class SessionState:
     """
 
     def __init__(self, config: ModelConfig, formats: CacheFormats | None = None) -> None:
+        self.config = config
         self.formats = formats or CacheFormats()
         self.position = 0
         window_words = self.formats.window.words(config.head_dim)
         compressed_words = self.formats.compressed.words(config.head_dim)
         sources = config.kv_source_layer_ids
+        self.ratios = {source: config.compress_ratios[source] for source in sources}
         self.windows = [
             Window(config.sliding_window, window_words) for _ in range(config.num_hidden_layers)
         ]
@@ -160,6 +232,42 @@ class SessionState:
         for group in self.pending.values():
             yield group.kv
             yield group.gate
+
+    def checkpoint(self) -> Checkpoint:
+        """A place to return to. It copies nothing: the next update of a window copies that once."""
+        return Checkpoint(
+            self.position,
+            tuple(window.save() for window in self.windows),
+            {source: (group.kv, group.gate) for source, group in self.pending.items()},
+        )
+
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Return to a checkpoint of this sequence, whatever a broken-off chunk left behind."""
+        for source, rows in self.compressed.items():
+            length = checkpoint.position // self.ratios[source]
+            rows.truncate(length)
+            self.index_keys[source].truncate(length)
+        self._restore(checkpoint)
+
+    def fork(self, checkpoint: Checkpoint) -> "SessionState":
+        """A state of its own at a checkpoint of this sequence; copies the rows below it once."""
+        other = SessionState(self.config, self.formats)
+        for source, rows in self.compressed.items():
+            length = checkpoint.position // self.ratios[source]
+            keys, other_keys = self.index_keys[source], other.index_keys[source]
+            other.compressed[source] = rows.copy(length)
+            other_keys.codes = keys.codes.copy(length)
+            other_keys.scales = keys.scales.copy(length)
+        other._restore(checkpoint)
+        mx.eval(list(other.arrays()))
+        return other
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        self.position = checkpoint.position
+        for window, saved in zip(self.windows, checkpoint.windows, strict=True):
+            window.restore(saved)
+        for source, (kv, gate) in checkpoint.pending.items():
+            self.pending[source].kv, self.pending[source].gate = kv, gate
 
     @property
     def n_bytes(self) -> int:

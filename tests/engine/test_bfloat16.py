@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import mlx_engine.model
 from mlx_engine import load
-from mlx_engine.engine import Dtype
+from mlx_engine.loading import Dtype
 from mlx_engine.ops.mhc import Mixing
 from mlx_engine.ops.router import Routing
 

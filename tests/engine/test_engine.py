@@ -12,6 +12,7 @@ import mlx_engine
 from mlx_engine import (
     BadRequest,
     ContextTooLong,
+    DeviceError,
     End,
     Engine,
     EngramStats,
@@ -22,6 +23,7 @@ from mlx_engine import (
     open_model,
 )
 from mlx_engine.errors import Cancelled
+from mlx_engine.memory import least_session_bytes
 from mlx_engine.tiny import tiny_config, write_tiny_checkpoint
 
 # Two chunks.
@@ -80,7 +82,8 @@ def test_a_prompt_that_continues_the_last_one_starts_there(engine: Engine) -> No
     known = [*PROMPT, *answer[:-1]]
     longer = [*known, *OTHER]
     again, seen = _greedy_and_progress(engine, longer, 3)
-    assert seen == [(len(known), len(longer)), (len(longer), len(longer))]
+    # It pauses for a checkpoint at the last even position before the last token.
+    assert seen == [(n, len(longer)) for n in (len(known), 82, len(longer))]
     engine.reset()
     anew, seen = _greedy_and_progress(engine, longer, 3)
     assert seen[0] == (0, len(longer))
@@ -105,8 +108,8 @@ def test_a_prefill_that_is_stopped_leaves_the_engine_usable(engine: Engine) -> N
         return report
 
     expected = _greedy(engine, PROMPT, 1)
-    # Before the first chunk nothing was touched, so what was known still is.
-    for tokens, kept in ((20, 20), (20 + CHUNK_TOKENS, 0), (60, 0)):
+    # What has been read by then is not read again.
+    for tokens, kept in ((20, 20), (20 + CHUNK_TOKENS, 52), (58, 58), (60, 60)):
         engine.reset()
         _greedy(engine, known, 1)
         with pytest.raises(Cancelled):
@@ -114,6 +117,27 @@ def test_a_prefill_that_is_stopped_leaves_the_engine_usable(engine: Engine) -> N
         answer, seen = _greedy_and_progress(engine, PROMPT, 1)
         assert seen[0] == (kept, len(PROMPT))
         assert answer == expected
+
+
+def test_an_exact_retry_reads_two_tokens_and_answers_alike(engine: Engine) -> None:
+    first = _greedy(engine, PROMPT, 6)
+    again, seen = _greedy_and_progress(engine, PROMPT, 6)
+    assert seen[0] == (len(PROMPT) - 2, len(PROMPT))
+    assert again == first
+
+
+def test_a_prompt_that_shares_an_anchor_starts_there(engine: Engine) -> None:
+    before = engine.session_stats()
+    list(engine.generate(PROMPT, anchors=[21], max_tokens=3, temperature=0, ignore_eos=True))
+    other = [*PROMPT[:21], *OTHER]
+    answer, seen = _greedy_and_progress(engine, other, 3)
+    assert seen[0] == (20, len(other))
+    # The longer one is still there.
+    assert _greedy_and_progress(engine, PROMPT, 1)[1][0] == (len(PROMPT) - 2, len(PROMPT))
+    stats = engine.session_stats()
+    assert (stats.sessions, stats.forked - before.forked) == (2, 1)
+    engine.reset()
+    assert _greedy(engine, other, 3) == answer
 
 
 def test_an_answer_that_is_closed_leaves_the_engine_usable(engine: Engine) -> None:
@@ -125,7 +149,7 @@ def test_an_answer_that_is_closed_leaves_the_engine_usable(engine: Engine) -> No
     assert _greedy(engine, PROMPT, 4) == expected
 
 
-@pytest.mark.parametrize("second", [OTHER, PROMPT, [*PROMPT, *OTHER]], ids=len)
+@pytest.mark.parametrize("second", [PROMPT, [*PROMPT, *OTHER]], ids=len)
 def test_of_two_answers_at_once_the_later_goes_on(engine: Engine, second: list[int]) -> None:
     """Even on the same prompt: each step of one would stand between the other's tokens."""
     expected = _greedy(engine, second, 3)
@@ -137,6 +161,15 @@ def test_of_two_answers_at_once_the_later_goes_on(engine: Engine, second: list[i
     with pytest.raises(BadRequest, match="gone on to another prompt; start generate again"):
         next(first)
     assert [*begun, *later] == expected
+
+
+def test_answers_to_different_prompts_go_on_by_turns(engine: Engine) -> None:
+    prompts = PROMPT, OTHER
+    expected = [_greedy(engine, prompt, 4) for prompt in prompts]
+    engine.reset()
+    answers = [engine.generate(p, max_tokens=4, temperature=0, ignore_eos=True) for p in prompts]
+    found = [list(tokens) for tokens in zip(*answers, strict=True)]
+    assert [list(answer) for answer in zip(*found, strict=True)] == expected
 
 
 def test_an_answer_does_not_outlive_a_reset(engine: Engine) -> None:
@@ -272,6 +305,11 @@ def test_other_arguments_that_cannot_be(engine: Engine, checkpoint: Path) -> Non
         load(checkpoint, prefill="long")  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="from 1 to 131072"):
         load(checkpoint, context_tokens=131_073)
+    least = least_session_bytes(engine.config, 1024)
+    with pytest.raises(BadRequest, match=f"session_bytes is 5, it must be at least {least}"):
+        load(checkpoint, context_tokens=1024, session_bytes=5)
+    with pytest.raises(DeviceError, match="for sessions of 1,024 tokens"):
+        load(checkpoint, context_tokens=1024, session_bytes=10**18)
     for chunk_tokens in (0, -5):
         with pytest.raises(BadRequest, match=f"chunk_tokens is {chunk_tokens}, it must be at"):
             load(checkpoint, chunk_tokens=chunk_tokens)

@@ -74,7 +74,7 @@ def test_a_model_that_fits_is_told_its_needs() -> None:
     needed = memory.require_memory(RELEASED, 1_048_576, BIG_MAC, 512)
     assert needed.weights_bytes == memory.resident_bytes(RELEASED)
     assert needed.kept_bytes == memory.kept_bytes(RELEASED)
-    assert needed.state_bytes == memory.state_bytes(RELEASED, 1_048_576)
+    assert needed.state_bytes == memory.default_session_bytes(RELEASED, 1_048_576)
     assert needed.activation_bytes == memory.activation_bytes(RELEASED, 1_048_576, 512)
     parts = (
         needed.weights_bytes,
@@ -114,7 +114,7 @@ def test_a_refusal_has_the_numbers() -> None:
     for part in (
         "298.6 GB of weights",
         f"{kept} kept beside them",
-        "935.9 MB for 1,048,576 tokens",
+        "1.40 GB for sessions of 1,048,576 tokens",
         "96.0 GB of 128.0 GB",
     ):
         assert part in message

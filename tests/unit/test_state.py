@@ -81,3 +81,63 @@ def test_spare_capacity_is_bounded() -> None:
     rows.append(mx.zeros((400_000, 1), dtype=mx.uint32))
     rows.append(mx.zeros((1, 1), dtype=mx.uint32))
     assert rows.buffer.shape[0] - rows.length <= 1 << 16
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1)), min_size=1, max_size=8))
+def test_rows_that_are_cut_and_go_on(steps: list[tuple[int, float]]) -> None:
+    rows, expected = GrowingRows(2), list[int]()
+    for n, (count, share) in enumerate(steps):
+        rows.append(_rows(1000 * n, count))
+        expected += range(1000 * n, 1000 * n + count)
+        keep = int(share * len(expected))
+        rows.truncate(keep)
+        del expected[keep:]
+        assert _positions(rows.view()) == expected
+
+
+def test_a_copy_is_apart() -> None:
+    rows = GrowingRows(2)
+    rows.append(_rows(0, 300))
+    copy = rows.copy(250)
+    copy.append(_rows(7000, 5))
+    rows.append(_rows(9000, 1))
+    assert _positions(copy.view()) == [*range(250), *range(7000, 7005)]
+    assert _positions(rows.view()) == [*range(300), 9000]
+
+
+def test_of_many_rows_that_are_cut_the_room_is_given_back() -> None:
+    rows = GrowingRows(1)
+    rows.append(mx.zeros((400_000, 1), dtype=mx.uint32))
+    rows.truncate(1000)
+    assert rows.buffer.shape[0] <= 2000
+    rows.truncate(900)
+    assert rows.length == 900 and rows.buffer.shape[0] > rows.length
+
+
+def test_rows_that_come_and_go_are_not_copied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_engine.state.SPARE_ROWS", 1000)
+    rows = GrowingRows(1)
+    rows.append(mx.zeros((5000, 1), dtype=mx.uint32))
+    rows.append(mx.zeros((1, 1), dtype=mx.uint32))
+    sizes: set[int] = set()
+    for _ in range(10):
+        rows.append(mx.zeros((600, 1), dtype=mx.uint32))
+        rows.truncate(rows.length - 700)
+        sizes.add(rows.buffer.shape[0])
+    # Each other size is a whole copy.
+    assert len(sizes) == 1
+    rows.truncate(2000)
+    assert rows.buffer.shape[0] == 3000
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 9])
+def test_a_window_returns_to_what_it_was(count: int) -> None:
+    window = Window(4, 2)
+    window.extend(_rows(0, count), 0)
+    saved = window.save()
+    window.extend(_rows(count, 1), count)
+    window.extend(_rows(count + 1, 6), count + 1)
+    window.restore(saved)
+    seen = window.extend(_rows(count, 2), count)
+    assert _positions(seen.rows) == list(range(max(0, count - 3), count + 2))

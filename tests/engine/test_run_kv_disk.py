@@ -1,0 +1,115 @@
+"""`ds41 run --kv-disk-dir` over the tiny model: a second run starts where the first one was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mlx_engine.cli.main import app
+from mlx_engine.tiny import tiny_checkpoint
+
+LONG = "word " * 50
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that has the tiny model."""
+    directory = tmp_path_factory.mktemp("cache")
+    tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS41_MODEL", raising=False)
+    monkeypatch.setenv("DS41_CACHE_DIR", str(cache))
+
+
+def run(prompt: str, folder: Path | str, *args: str) -> Result:
+    command = ("run", prompt, "--json", "--effort", "off", "--max-tokens", "8", "--seed", "3")
+    result = CliRunner().invoke(app, [*command, "--kv-disk-dir", str(folder), *args])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def fields(result: Result) -> dict[str, Any]:
+    return json.loads(result.stdout)
+
+
+def test_a_second_run_reads_only_what_is_new(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    first = fields(run(LONG, folder))
+    again = fields(run(LONG, folder))
+    n_tokens = first["prompt_tokens"]
+    assert first["cached_tokens"] == 0
+    assert n_tokens - 2 <= again["cached_tokens"] < n_tokens
+    assert again["text"] == first["text"]
+    longer = fields(run(LONG + "and more", folder))
+    assert 0 < longer["cached_tokens"] < n_tokens
+    for options in (("--dtype", "float32"), ("--system", "Be brief.")):
+        assert fields(run(LONG, folder, *options))["cached_tokens"] == 0
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_computed_before_a_request_to_end_is_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.main import app; app()"]
+    command += ["run", LONG, "--effort", "off", "--temperature", "0", "--max-tokens", "3000"]
+    command += ["--kv-disk-dir", str(tmp_path / "kv")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.read(1)
+        program.send_signal(signal.SIGTERM)
+        program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM
+    end = fields(run(LONG, tmp_path / "kv"))
+    assert end["cached_tokens"] >= end["prompt_tokens"] - 2
+
+
+def test_without_a_folder_nothing_is_kept(cache: Path) -> None:
+    before = {path for path in cache.rglob("*") if path.is_file()}
+    for _ in range(2):
+        assert fields(run(LONG, "none"))["cached_tokens"] == 0
+    new = {path.name for path in cache.rglob("*") if path.is_file()} - {p.name for p in before}
+    assert all(name.startswith(("token_map-", "shard_digests-")) for name in new)
+
+
+def test_a_folder_that_cannot_be_used_is_said_and_the_answer_comes(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    link = tmp_path / "kv"
+    link.symlink_to(target)
+    result = run(LONG, link)
+    assert fields(result)["completion_tokens"] == 8
+    said = [line for line in result.stderr.splitlines() if "the disk cache is off" in line]
+    assert len(said) == 1 and str(link) in said[0]
+    assert os.listdir(target) == []
+
+
+def test_a_folder_full_of_other_files_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    run("Hi", folder)
+    before = {path.name for path in folder.rglob("*")}
+    (folder / "film.mov").write_bytes(bytes(2_000_000))
+    result = run("Hi", folder, "--kv-disk-space", "1MB")
+    (said,) = [line for line in result.stderr.splitlines() if "nothing is written" in line]
+    assert said.startswith("ds41: ") and str(folder) in said
+    assert {path.name for path in folder.rglob("*")} <= {*before, "film.mov"}
+    assert (folder / "film.mov").stat().st_size == 2_000_000
+
+
+def test_a_folder_of_somebodys_files_is_refused_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "Documents"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    (folder / "thesis.txt").write_text("mine")
+    result = run("Hi", folder)
+    (said,) = [line for line in result.stderr.splitlines() if "the disk cache is off" in line]
+    assert "thesis.txt" in said
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in folder.rglob("*")] == ["thesis.txt"]

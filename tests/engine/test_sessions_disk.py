@@ -1,0 +1,158 @@
+"""Sessions over a disk cache: across a restart a state is the live one's, to the byte."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_engine.diskcache.cache import DiskCache
+from mlx_engine.diskcache.layout import BLOCK_TOKENS
+from mlx_engine.session import Session
+from mlx_engine.sessions import Sessions
+from mlx_engine.state_transfer import parts
+from tests.engine.support import Subject, build, tiny_config
+from tests.engine.timelines import CountingModel, best, greedy, seen
+from tests.unit.arrays import host
+
+IDS = np.random.default_rng(5).integers(3, 250, 3 * BLOCK_TOKENS).tolist()
+OTHER = np.random.default_rng(6).integers(3, 250, 100).tolist()
+WRAPS = [(8, n) for n in (7, 8, 9, 17)] + [(128, n) for n in (127, 128, 129)]
+# An answer moves the second anchor to the block's edge, before it and behind it.
+EDGES = [(8, BLOCK_TOKENS + n) for n in (-3, -1, 0, 1, 3)]
+
+
+def subject(window: int) -> Subject:
+    return build(tiny_config(sliding_window=window, max_position_embeddings=8192), 0)
+
+
+@contextmanager
+def started(folder: Path, window: int = 8) -> Generator[tuple[Sessions, CountingModel]]:
+    """Sessions over what the folder has; at the end all that is queued has been written."""
+    shape = parts(subject(window).config)
+    cache = DiskCache.open(folder, fingerprint=b"test", parts=shape, free_floor_bytes=0)
+    model = CountingModel(subject(window))
+    yield (
+        Sessions(
+            model,
+            subject(window).reader,
+            budget_bytes=10**9,
+            chunk_tokens=512,
+            cache=cache,
+            least_save_tokens=1,
+        ),
+        model,
+    )
+    assert cache.flush(60)
+    assert not cache.stats().dropped and not cache.stats().refused
+    cache.close()
+
+
+@pytest.mark.parametrize(("window", "n"), WRAPS + EDGES)
+def test_a_restart_goes_on_with_the_same_tokens(tmp_path: Path, window: int, n: int) -> None:
+    folder = tmp_path / "cache"
+    with started(folder, window) as (sessions, _):
+        session, logits = sessions.sync(IDS[:n], [n // 2])
+        answer = [best(logits)]
+        for _ in range(3):
+            answer.append(best(sessions.step(session, answer[-1])))
+        sessions.end_turn(session)
+        prompt = [*IDS[:n], *answer, *OTHER]
+        # From the anchor at the end of the answer, as after a restart.
+        session.rewind(session.position)
+        kept = session.position
+        state = seen(session.state)
+        session, logits = sessions.sync(prompt)
+        expected = greedy(session, logits, 12)
+    with started(folder, window) as (sessions, model):
+        again, _ = sessions.sync(IDS[:n])
+        assert model.tokens <= 2
+        model.encoded.clear()
+        session, logits = sessions.sync(prompt[: kept + 1])
+        session.rewind(kept)
+        assert seen(session.state) == state
+        assert again in sessions
+        session, logits = sessions.sync(prompt)
+        assert model.tokens == 1 + len(prompt) - kept
+        found = greedy(session, logits, 12)
+        assert found[0] == expected[0]
+        np.testing.assert_array_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("n", [BLOCK_TOKENS + n for n in (-1, 0, 1)])
+def test_at_a_blocks_edge_a_prompt_parts_from_what_was_stored(tmp_path: Path, n: int) -> None:
+    folder = tmp_path / "cache"
+    even = n // 2 * 2
+    prompts = [[*IDS[:n], *OTHER], [*IDS[:n], *reversed(OTHER)]]
+    found: list[Any] = []
+    with started(folder) as (sessions, model):
+        for prompt in prompts:
+            session, logits = sessions.sync(prompt, [n])
+            found.append((seen(session.state), host(logits)))
+            sessions.end_turn(session)
+        # The second took what the first had before the edge.
+        assert model.tokens == 2 * len(prompts[0]) - even
+    for prompt, (state, logits) in zip(prompts, found, strict=True):
+        # From its anchor at the edge, with other tokens stored behind it, and from its end.
+        with started(folder) as (sessions, model):
+            session, _ = sessions.sync([*IDS[:n], 7])
+            assert model.tokens == n + 1 - even
+            sessions.reset()
+            model.encoded.clear()
+            session, again = sessions.sync(prompt)
+            assert model.tokens <= 2
+            np.testing.assert_array_equal(host(again), logits)
+            assert seen(session.state) == state
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 48, 127])
+def test_a_restored_session_agrees_with_a_cold_run_in_other_chunks(
+    tmp_path: Path, chunk_tokens: int
+) -> None:
+    """The same tokens, up to where the cold run had two that were as good as equal.
+
+    Sums in another order move values over a rounding's edge, and the logits by what that moves.
+    """
+    folder = tmp_path / "cache"
+    with started(folder) as (sessions, _):
+        sessions.end_turn(sessions.sync(IDS[:300], [100])[0])
+    with started(folder) as (sessions, model):
+        session, logits = sessions.sync(IDS[:340])
+        assert model.tokens == 40
+        own = [host(logits)]
+        tokens, more = greedy(session, logits, 16)
+        own += more
+    cold = Session(subject(8).model, subject(8).reader, chunk_tokens=chunk_tokens)
+    logits = cold.sync(IDS[:340])
+    for i, token in enumerate(tokens):
+        theirs = host(logits)
+        second, first = np.sort(theirs)[-2:]
+        apart = np.abs(theirs - own[i]).max()
+        if int(theirs.argmax()) != token:
+            print(f"token {i}: {token} is {first - theirs[token]:.2e} behind, {apart:.2e} apart")
+            assert first - theirs[token] <= 2 * apart < 0.1
+            break
+        assert apart < 0.1, f"the best two are {first - second:.2e} apart"
+        logits = cold.step(token)
+
+
+def test_a_damaged_file_costs_tokens_and_no_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with started(folder) as (sessions, _):
+        session, logits = sessions.sync(IDS[:301], [101])
+        sessions.end_turn(session)
+        expected = host(logits)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    for path, size in zip(files, sizes, strict=True):
+        if size > 4096:
+            with path.open("r+b") as file:
+                file.seek(size // 2)
+                byte = file.read(1)
+                file.seek(size // 2)
+                file.write(bytes([byte[0] ^ 255]))
+    with started(folder) as (sessions, model):
+        np.testing.assert_array_equal(host(sessions.sync(IDS[:301], [101])[1]), expected)
+        assert model.tokens > 200

@@ -1,0 +1,206 @@
+"""Sessions short of memory: what is forgotten for what, and when it is handed to the cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_engine import memory
+from mlx_engine.session import Session
+from mlx_engine.state import Checkpoint
+from tests.engine.counted import CHUNK_TOKENS, IDS, OTHER, Made, subject
+from tests.engine.timelines import MemoryCache
+from tests.unit.arrays import host
+
+
+def conversation(made: Made, turns: int) -> Session:
+    """A session with a checkpoint for every turn."""
+    prompt = IDS[:40]
+    for _ in range(turns):
+        tokens, _ = made.answer(prompt, 3)
+        prompt = [*prompt, *tokens, *OTHER[:6]]
+    return made.sync(prompt)[0]
+
+
+def at(session: Session) -> list[int]:
+    return [each.position for each in session.checkpoints]
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, made: Made, budget_bytes: int) -> None:
+    monkeypatch.setattr(made.sessions, "_budget_bytes", budget_bytes)
+
+
+def test_a_fork_that_cannot_be_had_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    main = conversation(made, 12)
+    other, _, _ = made.sync([200, *OTHER[:100]])
+    wanted = at(main)[-6]
+    limit(monkeypatch, made, made.sessions.n_bytes + 10_000)
+    prompt = [*main.token_ids[:wanted].tolist(), *OTHER[200:210]]
+    session, _, computed = made.sync(prompt)
+    assert session is main and computed == 10
+    stats = made.sessions.stats()
+    assert (stats.forked, stats.rewound, stats.evicted) == (0, 1, 0)
+    assert other in made.sessions
+
+
+def test_a_fork_goes_before_what_is_worth_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    small, _, _ = made.sync([200, *OTHER[:30]])
+    main, _, _ = made.sync(IDS[:300], 41)
+    size = memory.held_bytes(subject().config, 70) + 3 * memory.checkpoint_bytes(subject().config)
+    limit(monkeypatch, made, made.sessions.n_bytes + size - small.state_bytes)
+    side, _, computed = made.sync([*IDS[:40], *OTHER[:20]], 41)
+    assert computed == 20 and side is not main
+    assert main in made.sessions and small not in made.sessions
+    stats = made.sessions.stats()
+    assert (stats.forked, stats.evicted) == (1, 1)
+
+
+def test_what_may_go_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    main = conversation(made, 12)
+    own, looks = Session.expendable, list[Session]()
+
+    def expendable(session: Session) -> list[tuple[Checkpoint, int]]:
+        looks.append(session)
+        return own(session)
+
+    monkeypatch.setattr(Session, "expendable", expendable)
+    monkeypatch.setattr("mlx_engine.sessions._LOOK_STEPS", 1)
+    limit(monkeypatch, made, made.sessions.n_bytes - 6 * main.checkpoints[0].n_bytes)
+    made.sessions.step(main, 5)
+    assert made.sessions.stats().dropped_checkpoints >= 6
+    assert looks == [main]
+
+
+def test_a_checkpoint_of_two_sessions_counts_once() -> None:
+    made = Made()
+    main = conversation(made, 8)
+    before = made.sessions.stats().checkpoint_bytes
+    assert before == sum(each.n_bytes for each in main.checkpoints)
+    side, _, _ = made.sync([*main.token_ids[: at(main)[6]].tolist(), *OTHER[200:210]])
+    stats = made.sessions.stats()
+    assert stats.forked == 1 and at(side)[:7] == at(main)[:7]
+    assert stats.checkpoint_bytes == before + side.checkpoints[-1].n_bytes
+    state_bytes = side.state_bytes + main.state_bytes
+    assert made.sessions.n_bytes == stats.checkpoint_bytes + state_bytes
+
+
+def saved(n: int) -> MemoryCache:
+    """What a closed engine left of the first n tokens."""
+    cache = MemoryCache()
+    made = Made(cache)
+    made.sync(IDS[:n], 41)
+    made.sessions.close()
+    return cache
+
+
+@pytest.mark.parametrize("shared", [30, 60])
+def test_a_restored_session_stays_in_the_budget(
+    monkeypatch: pytest.MonkeyPatch, shared: int
+) -> None:
+    config = subject().config
+    budget = memory.held_bytes(config, 310) + 6 * memory.checkpoint_bytes(config)
+    made = Made(saved(300), budget_bytes=budget)
+    # It shares a start, up to its first checkpoint or less: that is no reason for it to stay.
+    made.sync([*IDS[:shared], *OTHER[: 300 - shared]], 41)
+    own, most = Session.restore, list[int]()
+
+    def restore(session: Session, token_ids: Sequence[int], state: Any) -> None:
+        most.append(made.sessions.n_bytes + state.n_bytes)
+        own(session, token_ids, state)
+
+    monkeypatch.setattr(Session, "restore", restore)
+    assert made.sync(IDS[:310], 41)[2] == 10
+    assert most and max(most) <= budget
+
+
+def test_without_room_nothing_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = saved(300)
+    monkeypatch.setattr(cache, "restore", None)
+    made = Made(cache, budget_bytes=memory.held_bytes(subject().config, 200))
+    assert made.sync(IDS[:310], 41)[2] == 310
+
+
+def no_bytes(*_: object) -> int:
+    return 0
+
+
+def test_what_is_read_beside_its_copy_takes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = saved(300)
+    config = subject().config
+    budget = memory.held_bytes(config, 298) + memory.growing_bytes(config, 298) // 2
+    made = Made(cache, budget_bytes=budget)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_engine.memory.activation_bytes", no_bytes)
+        patch.setattr(cache, "restore", None)
+        assert made.sync(IDS[:300])[2] == 300
+    assert Made(cache, budget_bytes=budget).sync(IDS[:300])[2] == 2
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_a_restore_that_finds_no_memory_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    cache = saved(101)
+
+    def no_memory(*_: object) -> None:
+        raise kind("no memory")
+
+    made = Made(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_engine.sessions.import_state", no_memory)
+        assert made.sync(IDS[:101])[2] == 101
+    # What is stored is in order.
+    assert not cache.rejected and Made(cache).sync(IDS[:101])[2] == 1
+
+
+def test_steps_hand_over_what_must_go_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_engine.sessions._LOOK_STEPS", 1)
+    cache = MemoryCache()
+    made = Made(cache)
+    victim, _, _ = made.sync(IDS[:101])
+    session, _, _ = made.sync(OTHER[:50])
+    third, _, _ = made.sync([200, *OTHER[:60]])
+    for each in (session, third):
+        made.sessions.end_turn(each)
+    limit(monkeypatch, made, made.sessions.n_bytes - 1000)
+    # What the first has is worth less than what was used since.
+    monkeypatch.setattr(made.sessions, "_requests", 400)
+    for live in (session, third):
+        made.sync(live.token_ids.tolist())
+    steps = 0
+    while steps == 0 or made.sessions.stats().leaving_bytes:
+        before = cache.calls
+        made.sessions.step(third, 5)
+        steps += 1
+        assert cache.calls <= before + 1
+    assert victim not in made.sessions and session in made.sessions
+    assert made.sessions.stats().evicted == 1
+    assert 100 in [len(key) // 4 for key in cache.tails]
+
+
+def test_the_end_of_a_turn_hands_over_a_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_engine.sessions._TURN_PIECES", 2)
+    cache = MemoryCache()
+    made = Made(cache)
+    session, _, _ = made.sync(IDS[:101])
+    for token_id in (5, 6):
+        made.sessions.step(session, token_id)
+    before = cache.calls
+    made.sessions.end_turn(session)
+    assert cache.calls == before + 2 and not cache.tails
+    # Steps of another session take the rest, one each; then those of the next prompt's chunks.
+    other, _, _ = made.sync(OTHER[:10])
+    for n in range(3):
+        made.sessions.step(other, 7)
+        assert cache.calls == before + 3 + n
+    expected = host(made.sync([*IDS[:101], 5, 6, *OTHER[: 2 * CHUNK_TOKENS]])[1])
+    made.sessions.close()
+    assert {100, 102} <= {len(key) // 4 for key in cache.tails}
+    again = Made(cache)
+    found = host(again.sync([*IDS[:101], 5, 6, *OTHER[: 2 * CHUNK_TOKENS]])[1])
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert again.sessions.stats().restored == 1
