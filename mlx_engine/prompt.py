@@ -2,17 +2,26 @@
 
 `deepseek-recipe` renders the text and says which parts of it are special tokens; the parts between
 are encoded here, without the added vocabulary, which gives the ids of the package's own encoder in
-a fraction of its time. Owns the message type and the efforts; sampling and output are not here.
+a fraction of its time. Puts the sampled tokens of earlier turns in the place of rendered ones, and
+says where a later prompt may depart from this one. Owns the message type and the efforts; sampling
+and output are not here, and turns knows which turn is which.
 """
 
-from collections.abc import Sequence
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal, get_args
+from weakref import WeakKeyDictionary
 
 import deepseek_recipe as recipe
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.tokenizer import SPELLINGS, Tokenizer, check_unicode
+from mlx_engine.turns import Shown, Turn, TurnRecord
 
 Effort = Literal["off", "low", "high", "max"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -23,18 +32,21 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation; an assistant's without its reasoning, which prompts leave out.
+    """One turn of a conversation; of an assistant's, what came back of `reasoning` and `signature`.
 
     Raises BadRequest for another role, or a text that is not Unicode.
     """
 
     role: Role
     content: str
+    reasoning: str = ""
+    signature: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise BadRequest(f"role is {self.role!r}, it must be one of {', '.join(ROLES)}")
         check_unicode(self.content)
+        check_unicode(self.reasoning)
 
 
 @dataclass(frozen=True)
@@ -47,15 +59,37 @@ class Piece:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model reads it; `starts_in_reasoning` when it ends with `<think>`."""
+    """A prompt as the model reads it; `starts_in_reasoning` when the answer goes on from `<think>`.
+
+    anchors: how many tokens precede each role token but the first, ascending: first system text
+    and tools, then the earlier turns, answers included. A prompt that drops or changes what
+    follows still begins with these tokens. turn_prefix: the digest of the tokens up to the role
+    token of the answer, which the answer is recorded with; empty where no turn begins. opening: the
+    last tokens, where they are of the answer's turn.
+    """
 
     token_ids: tuple[int, ...]
     starts_in_reasoning: bool
+    anchors: tuple[int, ...] = ()
+    turn_prefix: bytes = b""
+    opening: tuple[int, ...] = ()
 
 
-_ENCODING = recipe.DeepseekV41Encoding().with_special_tokens(
-    recipe.SpecialTokens(image=SPELLINGS["image"])
-)
+_SPECIAL_TOKENS = recipe.SpecialTokens(image=SPELLINGS["image"])
+_ENCODING = recipe.DeepseekV41Encoding().with_special_tokens(_SPECIAL_TOKENS)
+
+_ASSISTANT = Piece(SPELLINGS["assistant"], True)
+_THINK_START = Piece(SPELLINGS["think_start"], True)
+_THINK_END = Piece(SPELLINGS["think_end"], True)
+_EOS = Piece(SPELLINGS["eos"], True)
+_ROLE_TOKENS = {
+    _ASSISTANT,
+    Piece(SPELLINGS["system"], True),
+    Piece(SPELLINGS["user"], True),
+    Piece(_SPECIAL_TOKENS.token(recipe.SpecialToken.LatestReminder), True),
+}
+
+_MEMO_BYTES = 64 * 2**20
 
 
 def conversation(messages: Sequence[Message], effort: Effort = "high") -> recipe.Conversation:
@@ -83,7 +117,7 @@ def _message(message: Message) -> recipe.Message:
         case "user":
             return recipe.UserMessage(message.content)
         case "assistant":
-            return recipe.AssistantMessage(message.content)
+            return recipe.AssistantMessage(message.content, message.reasoning or None)
 
 
 def render(conversation: recipe.Conversation) -> list[Piece]:
@@ -99,15 +133,134 @@ def render(conversation: recipe.Conversation) -> list[Piece]:
     return [piece for piece in pieces if piece.text]
 
 
-def encode(conversation: recipe.Conversation, tokenizer: Tokenizer) -> Prompt:
-    """Encode a conversation; special tokens are only those that the format itself writes."""
-    token_ids: list[int] = []
-    for piece in render(conversation):
-        if piece.is_special:
-            token_ids.append(tokenizer.special_id(piece.text))
+def encode(
+    conversation: recipe.Conversation,
+    tokenizer: Tokenizer,
+    turns: TurnRecord | None = None,
+    signatures: Sequence[str] = (),
+) -> Prompt:
+    """Encode a conversation; special tokens are only those that the format itself writes.
+
+    An earlier turn of the assistant that `turns` knows gets the tokens that were sampled, between
+    its header and its end mark; where one of the two has no reasoning, only those that follow it.
+    signatures: what came back with each message of the assistant, "" for none. A piece of text that
+    was encoded lately is not encoded again.
+    """
+    pieces = render(conversation)
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    signed = zip(answers, signatures or [""] * len(answers), strict=True)
+    finished = [(message, signature) for message, signature in signed if not message.prefix]
+    tokens = _Tokens(tokenizer)
+    done = 0
+    for (message, signature), (first, end) in zip(finished, _bodies(pieces), strict=True):
+        tokens.add(pieces[done:first])
+        done = end
+        rendered = pieces[first:end]
+        has_reasoning = pieces[first - 1] == _THINK_START
+        turn = None
+        if turns is not None:
+            turn = turns.find(tokens.turn_prefix, _shown(message, has_reasoning, signature))
+        sampled = turn and _sampled(turn, has_reasoning, tokenizer.special.think_end)
+        if turn is None or sampled is None:
+            tokens.add(rendered)
         else:
-            token_ids += tokenizer.encode_text(piece.text)
-    return Prompt(tuple(token_ids), token_ids[-1] == tokenizer.special.think_start)
+            if has_reasoning and not turn.starts_in_reasoning:
+                tokens.add(rendered[: rendered.index(_THINK_END) + 1])
+            tokens.extend(sampled)
+    tokens.add(pieces[done:])
+    begins_turn = pieces[-2:-1] == [_ASSISTANT]
+    header = next(piece for piece in reversed(pieces) if piece.is_special)
+    return Prompt(
+        tuple(tokens.ids),
+        starts_in_reasoning=header == _THINK_START,
+        anchors=tuple(tokens.anchors),
+        turn_prefix=tokens.turn_prefix if begins_turn else b"",
+    )
+
+
+def _bodies(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+    """Where the finished turns of the assistant are: after each header, before its end mark."""
+    first = 0
+    for i, piece in enumerate(pieces):
+        if piece == _ASSISTANT:
+            first = i + 2
+        elif piece == _EOS:
+            yield first, i
+
+
+def _shown(message: recipe.Message, has_reasoning: bool, signature: str) -> Shown:
+    # A reasoning that the format drops cannot make a difference.
+    reasoning = (message.reasoning_content or "") if has_reasoning else ""
+    call_ids = [call.id for call in message.tool_calls or ()]
+    return Shown(message.content, reasoning, call_ids, signature)
+
+
+def _sampled(turn: Turn, has_reasoning: bool, think_end: int) -> NDArray[np.uint32] | None:
+    """The tokens of a turn that can stand in a prompt with or without its reasoning."""
+    if has_reasoning or not turn.starts_in_reasoning:
+        return turn.token_ids
+    ends = np.flatnonzero(turn.token_ids == think_end)
+    # The model may have called a tool, or stopped, without ending its reasoning.
+    return turn.token_ids[ends[0] + 1 :] if ends.size else None
+
+
+class _Tokens:
+    """The token ids of a prompt as it grows, with its anchors and its digest."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.ids: list[int] = []
+        self.anchors: list[int] = []
+        self.turn_prefix = b""  # of the last role token of the assistant
+        self._digest = hashlib.sha256()
+        self._tokenizer = tokenizer
+        self._memo = _MEMOS.setdefault(tokenizer, _Memo())
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if not piece.is_special:
+                self.extend(self._memo.encode(piece.text, self._tokenizer))
+                continue
+            if piece in _ROLE_TOKENS and len(self.ids) > 1:  # BOS alone is no prefix to keep
+                self.anchors.append(len(self.ids))
+            self.extend(np.array([self._tokenizer.special_id(piece.text)], np.uint32))
+            if piece == _ASSISTANT:
+                self.turn_prefix = self._digest.digest()
+
+    def extend(self, token_ids: NDArray[np.uint32]) -> None:
+        self.ids += token_ids.tolist()
+        self._digest.update(token_ids.tobytes())
+
+
+class _Memo:
+    """The token ids of texts, up to `_MEMO_BYTES`; what was unused longest goes first."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._ids: dict[str, NDArray[np.uint32]] = {}  # in the order of their last use
+        self._n_bytes = 0
+
+    def encode(self, text: str, tokenizer: Tokenizer) -> NDArray[np.uint32]:
+        with self._lock:
+            known = self._ids.pop(text, None)
+            if known is not None:
+                self._ids[text] = known
+                return known
+        token_ids = np.array(tokenizer.encode_text(text), np.uint32)
+        with self._lock:
+            if text not in self._ids:
+                self._ids[text] = token_ids
+                self._n_bytes += _entry_bytes(text, token_ids)
+            while self._n_bytes > _MEMO_BYTES:
+                oldest = next(iter(self._ids))
+                self._n_bytes -= _entry_bytes(oldest, self._ids.pop(oldest))
+        return token_ids
+
+
+def _entry_bytes(text: str, token_ids: NDArray[np.uint32]) -> int:
+    return sys.getsizeof(text) + token_ids.nbytes + 200
+
+
+_MEMOS: WeakKeyDictionary[Tokenizer, _Memo] = WeakKeyDictionary()
 
 
 def encode_raw(text: str, tokenizer: Tokenizer) -> Prompt:
@@ -117,8 +270,13 @@ def encode_raw(text: str, tokenizer: Tokenizer) -> Prompt:
 
 def default_max_tokens(effort: Effort, prompt_tokens: int, context_tokens: int) -> int:
     """The vendor's length of an answer, capped by the room in the context, at least 1."""
-    request = recipe.ConversationRequest(
-        _conversation([], effort), recipe.ModelVersion.DeepseekV41Flash
-    )
+    return default_conversation_tokens(_conversation([], effort), prompt_tokens, context_tokens)
+
+
+def default_conversation_tokens(
+    conversation: recipe.Conversation, prompt_tokens: int, context_tokens: int
+) -> int:
+    """As `default_max_tokens`, for the effort of a conversation."""
+    request = recipe.ConversationRequest(conversation, recipe.ModelVersion.DeepseekV41Flash)
     # A prompt beyond the context is for the engine to refuse.
     return request.resolve_max_tokens(min(prompt_tokens, context_tokens), context_tokens)

@@ -1,25 +1,27 @@
-"""From a request to the events of its answer: text, reasoning, progress and the end.
+"""From a request to the events of its answer: text, reasoning, tool calls, progress and the end.
 
-Owns the request with its checks, and the course of one answer. Knows the engine only as something
-that continues token ids; how token ids become text is answer's part.
+Owns the course of one answer, and which answers are kept for later prompts. Knows the engine only
+as something that continues token ids; how token ids become text is answer's part.
 """
 
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Literal, Protocol, Self
-
-from deepseek_recipe import Conversation
 
 from mlx_engine import prompt as chat
 from mlx_engine.answer import AnswerReader, ReasoningDelta, TextDelta
 from mlx_engine.engram_table import EngramStats
-from mlx_engine.errors import BadRequest, Cancelled
-from mlx_engine.sampling import Sampling
-from mlx_engine.tokenizer import Tokenizer, check_unicode
+from mlx_engine.errors import Cancelled
+from mlx_engine.request import Request
+from mlx_engine.tokenizer import Tokenizer
+from mlx_engine.tool_calls import CallEvent, ToolCall
+from mlx_engine.turns import Shown, TurnRecord
 
-FinishReason = Literal["stop", "length", "cancelled"]
+__all__ = ["End", "Event", "Prefilled", "Progress", "Request", "Timings", "TokenEngine", "respond"]
+
+FinishReason = Literal["stop", "tool_calls", "length", "cancelled"]
 
 
 class TokenEngine(Protocol):
@@ -31,6 +33,11 @@ class TokenEngine(Protocol):
     @property
     def context_tokens(self) -> int: ...
 
+    @property
+    def turns(self) -> TurnRecord:
+        """The tokens of earlier answers."""
+        ...
+
     def engram_stats(self) -> EngramStats:
         """Table rows asked for, found in memory and read since the engine was loaded."""
         ...
@@ -39,77 +46,31 @@ class TokenEngine(Protocol):
         self,
         token_ids: Sequence[int],
         *,
+        anchors: Sequence[int],
         max_tokens: int,
         temperature: float,
         top_p: float,
         min_p: float,
         seed: int | None,
         on_progress: Callable[[int, int], None] | None,
-    ) -> Generator[int, None, Literal["stop", "length"]]:
+    ) -> "Generator[int | Prefilled, None, Literal['stop', 'length']]":
         """Yield the tokens after `token_ids`, without the EOS; return why they end.
 
+        anchors: lengths of the prompt's beginnings that later prompts may share, ascending.
         `on_progress` is told the prompt's tokens done and in all: first those known from an
-        earlier call, then after each chunk; what it raises stops the work. Raises ContextTooLong
-        when prompt and answer pass the context.
+        earlier call, then after each chunk; what it raises stops the work. An engine that can come
+        back between chunks yields the same numbers as Prefilled instead, ahead of the tokens.
+        Raises ContextTooLong when prompt and answer pass the context.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to answer, and how.
+class Prefilled:
+    """What an engine yields after each chunk of a prompt: its tokens done and in all."""
 
-    prompt: one user message, or a conversation; with `raw` the text to continue, without chat
-    format. system: put before the conversation. effort: how long to reason first. max_tokens: of
-    reasoning and answer together, None for the vendor's default within the context. stop: the
-    answer ends before the first of these. Raises BadRequest for what cannot be answered.
-    """
-
-    prompt: str | Sequence[chat.Message]
-    system: str | None = None
-    effort: chat.Effort = "high"
-    max_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: Sequence[str] = ()
-    raw: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.prompt, str):
-            check_unicode(self.prompt)
-            if not self.prompt.strip():
-                raise BadRequest("the prompt is empty: give some text to answer")
-        if self.raw and (self.system is not None or not isinstance(self.prompt, str)):
-            raise BadRequest(
-                "raw continues one text without chat format: leave out system and messages"
-            )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise BadRequest(f"max_tokens is {self.max_tokens}, it must be at least 1")
-        if isinstance(self.stop, str):
-            raise BadRequest("stop is one string, it must be a list of strings")
-        if not all(self.stop):
-            raise BadRequest("a stop string is empty, it must have at least one character")
-        self._conversation()  # has checks of its own
-
-    def encode(self, tokenizer: Tokenizer) -> chat.Prompt:
-        """The prompt as token ids."""
-        if self.raw and isinstance(self.prompt, str):
-            return chat.encode_raw(self.prompt, tokenizer)
-        return chat.encode(self._conversation(), tokenizer)
-
-    def answer_tokens(self, prompt_tokens: int, context_tokens: int) -> int:
-        """How many tokens the answer may have: `max_tokens`, or the vendor's default."""
-        if self.max_tokens is not None:
-            return self.max_tokens
-        effort = "off" if self.raw else self.effort
-        return chat.default_max_tokens(effort, prompt_tokens, context_tokens)
-
-    def _conversation(self) -> Conversation:
-        messages = [] if self.system is None else [chat.Message("system", self.system)]
-        if isinstance(self.prompt, str):
-            messages.append(chat.Message("user", self.prompt))
-        else:
-            messages += self.prompt
-        return chat.conversation(messages, self.effort)
+    done_tokens: int
+    total_tokens: int
 
 
 @dataclass(frozen=True)
@@ -150,9 +111,10 @@ class Timings:
 class End:
     """The last event: the whole answer and its account.
 
-    finish_reason: "stop" at the end of the turn or a stop string, "length" at max_tokens.
-    completion_tokens counts reasoning and answer. engram counts the table rows of this answer, its
-    prompt included.
+    finish_reason: "stop" at the end of the turn or a stop string, "tool_calls" where the turn
+    ended with calls, "length" at max_tokens, with or without calls. completion_tokens counts
+    reasoning and answer, reasoning_tokens the reasoning in it. engram counts the table rows of
+    this answer, its prompt included. stop_string: the one that ended the answer.
     """
 
     text: str
@@ -163,9 +125,12 @@ class End:
     timings: Timings
     engram: EngramStats
     finish_reason: FinishReason
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_string: str | None = None
+    reasoning_tokens: int = 0
 
 
-Event = Progress | ReasoningDelta | TextDelta | End
+Event = Progress | ReasoningDelta | TextDelta | CallEvent | End
 
 
 def respond(
@@ -177,39 +142,50 @@ def respond(
 ) -> Generator[Event]:
     """Answer a request: yield its events as they come, the last one an End.
 
-    Progress is yielded before and after the prefill; `on_progress` is told of every chunk while
-    the prefill runs, inside which an iterator has nothing to yield to. `cancelled` is asked after
-    each chunk and token, and ends the answer with what was said. Closing the iterator closes the
-    engine's. Raises what the engine's `generate` does.
+    Progress is yielded before and after the prefill, and between its chunks where the engine comes
+    back there; where it does not, `on_progress` is told of every chunk. `cancelled` is asked after
+    each chunk and token, and ends the answer with what was said. The answer's tokens are kept in
+    the engine's record of turns. Closing the iterator closes the engine's. Raises what the engine's
+    `generate` does.
     """
-    prompt = request.encode(engine.tokenizer)
+    prompt = request.encode(engine.tokenizer, engine.turns)
     prompt_tokens = len(prompt.token_ids)
     cached_tokens: int | None = None
     prefilled_tokens = 0
-    completion_tokens = 0
+    sampled: list[int] = []
     prefill_s: float | None = None
     engram_before = engine.engram_stats()
     started_s = time.perf_counter()
 
-    def report(done_tokens: int, total_tokens: int) -> None:
+    def progress(done: Prefilled) -> Progress:
         nonlocal cached_tokens, prefilled_tokens
         if cached_tokens is None:
-            cached_tokens = done_tokens
-        prefilled_tokens = done_tokens - cached_tokens
+            cached_tokens = done.done_tokens
+        prefilled_tokens = done.done_tokens - cached_tokens
+        elapsed_s = time.perf_counter() - started_s
+        return Progress("prefill", done.done_tokens, done.total_tokens, elapsed_s)
+
+    def report(done_tokens: int, total_tokens: int) -> None:
+        told = progress(Prefilled(done_tokens, total_tokens))
         if cancelled():
             raise Cancelled("the answer was cancelled during the prefill")
         if on_progress is not None:
-            elapsed_s = time.perf_counter() - started_s
-            on_progress(Progress("prefill", done_tokens, total_tokens, elapsed_s))
+            on_progress(told)
 
     reader = AnswerReader(
         engine.tokenizer,
         starts_in_reasoning=prompt.starts_in_reasoning,
         stop=request.stop,
-        keeps_leading_newlines=request.raw,
+        is_raw=request.raw,
+        keeps_leading_newlines=not prompt.turn_prefix,
+        tools=request.tools if request.parses_tools else (),
+        drops_calls=request.parses_tools and request.drops_calls,
+        starts_in_call=request.starts_in_call,
+        parallel_calls=request.parallel_calls,
     )
     tokens = engine.generate(
         prompt.token_ids,
+        anchors=prompt.anchors,
         max_tokens=request.answer_tokens(prompt_tokens, engine.context_tokens),
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
@@ -228,7 +204,10 @@ def respond(
                 break
             except Cancelled:
                 break
-            completion_tokens += 1
+            if isinstance(token_id, Prefilled):
+                yield progress(token_id)
+                continue
+            sampled.append(token_id)
             if prefill_s is None:
                 prefill_s = time.perf_counter() - started_s
                 yield Progress("prefill", prompt_tokens, prompt_tokens, prefill_s)
@@ -237,17 +216,50 @@ def respond(
                 finish_reason = "stop"
                 break
     total_s = time.perf_counter() - started_s
-    yield from reader.finish()
+    yield from reader.finish(is_cut=finish_reason != "stop")
+    if finish_reason == "stop" and reader.calls:
+        finish_reason = "tool_calls"
+    if _is_turn(prompt, sampled, reader, finish_reason, engine.tokenizer):
+        call_ids = [call.id for call in reader.calls]
+        engine.turns.put(
+            prompt.turn_prefix,
+            Shown(reader.text, reader.reasoning, call_ids, request.signature),
+            [*prompt.opening, *sampled],
+            starts_in_reasoning=prompt.starts_in_reasoning,
+        )
     yield End(
         text=reader.text,
         reasoning=reader.reasoning,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens or 0,
-        completion_tokens=completion_tokens,
-        timings=Timings.measure(prefilled_tokens, completion_tokens, prefill_s or total_s, total_s),
+        completion_tokens=len(sampled),
+        timings=Timings.measure(prefilled_tokens, len(sampled), prefill_s or total_s, total_s),
         engram=_since(engram_before, engine.engram_stats()),
         finish_reason=finish_reason,
+        tool_calls=tuple(reader.calls),
+        stop_string=reader.stop_string,
+        reasoning_tokens=reader.reasoning_tokens,
     )
+
+
+def _is_turn(
+    prompt: chat.Prompt,
+    sampled: Sequence[int],
+    reader: AnswerReader,
+    finish_reason: FinishReason,
+    tokenizer: Tokenizer,
+) -> bool:
+    """Whether the tokens are what was shown, and can stand between a header and an end mark.
+
+    They say more than that where a stop string ended the answer, or a call was closed for the
+    model. Cut within the reasoning, they would leave it open in every later prompt, and a block of
+    calls likewise. A later prompt with an image token is refused.
+    """
+    if not prompt.turn_prefix or not reader.shows_all or tokenizer.special.image in sampled:
+        return False
+    if finish_reason in ("stop", "tool_calls"):
+        return True
+    return bool(sampled) and not reader.is_reasoning and not reader.calls
 
 
 def _since(before: EngramStats, now: EngramStats) -> EngramStats:

@@ -23,6 +23,7 @@ from mlx_engine.respond import Event, Progress, Request, respond
 from mlx_engine.sampling import Sampling
 from mlx_engine.tiny_tokenizer import MIN_VOCAB_SIZE, build_tiny_tokenizer
 from mlx_engine.tokenizer import SPELLINGS, Tokenizer
+from mlx_engine.turns import TurnRecord
 
 
 @cache
@@ -71,6 +72,7 @@ class Call:
     token_ids: tuple[int, ...]
     max_tokens: int
     sampling: Sampling
+    anchors: tuple[int, ...] = field(default=(), compare=False)
 
 
 # What a FakeEngine counts for each token that it makes: three rows of four in memory.
@@ -93,6 +95,7 @@ class FakeEngine:
         """`before_token` is called with the number of tokens said before each one."""
         self.tokenizer = tokenizer or tiny_tokenizer()
         self.context_tokens = context_tokens
+        self.turns = TurnRecord()
         self.calls: list[Call] = []
         self.tokens_made = 0
         self.is_closed = False
@@ -104,6 +107,11 @@ class FakeEngine:
         self._before_token = before_token
         is_text = isinstance(answer, str)
         self._answer = with_special_tokens(answer, self.tokenizer) if is_text else list(answer)
+
+    @property
+    def said(self) -> list[int]:
+        """The tokens made, where there was one answer."""
+        return self._answer[: self.tokens_made]
 
     def __enter__(self) -> Self:
         return self
@@ -127,6 +135,7 @@ class FakeEngine:
         self,
         token_ids: Sequence[int],
         *,
+        anchors: Sequence[int],
         max_tokens: int,
         temperature: float,
         top_p: float,
@@ -135,7 +144,12 @@ class FakeEngine:
         on_progress: Callable[[int, int], None] | None,
     ) -> Generator[int, None, Literal["stop", "length"]]:
         self.calls.append(
-            Call(tuple(token_ids), max_tokens, Sampling(temperature, top_p, min_p, seed))
+            Call(
+                tuple(token_ids),
+                max_tokens,
+                Sampling(temperature, top_p, min_p, seed),
+                tuple(anchors),
+            )
         )
         n = len(token_ids)
         if n + max_tokens > self.context_tokens:

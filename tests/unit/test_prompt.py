@@ -1,5 +1,7 @@
 """Prompts: the format's golden texts, ids as the vendor's encoder gives them, and injection."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import cache
 
@@ -93,6 +95,18 @@ def test_golden_prompts(effort: Effort, messages: list[Message], expected: str):
         assert prompt.starts_in_reasoning == (effort != "off")
 
 
+def test_reasoning_stands_where_the_format_keeps_it():
+    """After the last message of the user, which only a turn that goes on can show."""
+    messages = [Message("user", "Hi"), Message("assistant", "so", "why")]
+    went_on = recipe.Conversation(
+        [*chat.conversation([*messages, Message("user", "")]).messages[:2]], tools=None
+    )
+    assert "<think>" not in text_of(chat.render(went_on)).split("so")[0]
+    tools = [recipe.ToolDefinition("f", "", {})]
+    kept = recipe.Conversation(went_on.messages, tools=tools)
+    assert "<think>why</think>so" in text_of(chat.render(kept))
+
+
 @settings(deadline=None)
 @given(conversations, st.sampled_from(EFFORTS))
 def test_ids_are_those_of_the_vendors_encoder(messages: list[Message], effort: Effort):
@@ -149,8 +163,9 @@ def test_wrong_values_are_refused():
         chat.conversation([Message("user", "Hi")], "ultra")  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="role is 'tool', it must be one of system"):
         Message("tool", "Hi")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(BadRequest, match="not valid Unicode at character 1"):
-        Message("user", "a\udc80")
+    for reasoning in ("", "a\udc80"):
+        with pytest.raises(BadRequest, match="not valid Unicode at character 1"):
+            Message("assistant", "" if reasoning else "a\udc80", reasoning)
 
 
 def test_an_image_of_the_vendors_conversation_becomes_the_image_token():
@@ -167,6 +182,52 @@ def test_a_token_that_the_tokenizer_lacks_is_named():
     conversation = recipe.Conversation([recipe.LatestReminderMessage("x")])
     with pytest.raises(ModelFileError, match="lacks the special token <｜latest_reminder｜>"):
         chat.encode(conversation, lacking)
+
+
+def test_a_grown_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch):
+    encoded: list[str] = []
+    tokenizer = Tokenizer.from_json(tiny_tokenizer_json())
+    encode_text = tokenizer.encode_text
+
+    def counted(text: str) -> list[int]:
+        encoded.append(text)
+        return encode_text(text)
+
+    monkeypatch.setattr(tokenizer, "encode_text", counted)
+    asked = chat.conversation([Message("user", "1 + 1?")], "off")
+    prompt = chat.encode(asked, tokenizer)
+    assert chat.encode(asked, tokenizer) == prompt
+    chat.encode(chat.conversation(TURNS, "off"), tokenizer)
+    assert encoded == ["1 + 1?", "2", "Be brief.", "and 2 + 2?\n\nquick!"]
+
+
+def test_what_was_encoded_is_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat, "_MEMO_BYTES", 20_000)
+    encoded: list[str] = []
+    tokenizer = Tokenizer.from_json(tiny_tokenizer_json())
+    encode_text = tokenizer.encode_text
+
+    def counted(text: str) -> list[int]:
+        encoded.append(text[:1])
+        return encode_text(text)
+
+    monkeypatch.setattr(tokenizer, "encode_text", counted)
+    # Each takes a fourth of the bound and more: a byte a character, and four a token.
+    for first in "abcadbx":
+        chat.encode(chat.conversation([Message("user", first * 1000)], "off"), tokenizer)
+    assert encoded == list("abcdbx")
+    chat.encode(chat.conversation([Message("user", "y" * 10_000)], "off"), tokenizer)
+    chat.encode(chat.conversation([Message("user", "x" * 1000)], "off"), tokenizer)
+    assert encoded == list("abcdbxyx")
+
+
+def test_a_tokenizer_is_not_kept_alive_by_what_it_has_encoded():
+    tokenizer = Tokenizer.from_json(tiny_tokenizer_json())
+    chat.encode(chat.conversation([Message("user", "Hi")]), tokenizer)
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -11,13 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_engine.answer import AnswerReader, ReasoningDelta, StopStrings, TextDelta
+from mlx_engine.answer import AnswerEvent, AnswerReader, ReasoningDelta, StopStrings, TextDelta
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ContextTooLong
 from mlx_engine.prompt import Message, conversation, encode
 from mlx_engine.respond import End, Event, Progress, Request, respond
 from mlx_engine.sampling import Sampling
 from mlx_engine.tokenizer import SPELLINGS, Tokenizer
+from mlx_engine.turns import Shown
 from tests.fake_engine import (
     ROWS_A_TOKEN,
     FakeEngine,
@@ -36,7 +37,7 @@ def run(engine: FakeEngine, request: Request = HI, **options: Any) -> tuple[list
     reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
     text = "".join(e.text for e in events if isinstance(e, TextDelta))
     assert (reasoning, text) == (end.reasoning, end.text)
-    assert all(e.text for e in events if not isinstance(e, Progress | End))
+    assert all(e.text for e in events if isinstance(e, ReasoningDelta | TextDelta))
     return events, end
 
 
@@ -54,7 +55,10 @@ def answer(said: str, **request: Any) -> tuple[str, str]:
         ("\n</think>\n", ("", "")),
         ("why\n", ("why\n", "")),
         ("", ("", "")),
-        ("a<think>b</think>c</think>d<think>e", ("ab", "cde")),
+        ("a<think>b</think>c</think>d", ("ab", "cd")),
+        ("a\n</think>\nb\n\n<think>\nc\n</think>\n\nd", ("a\n\nc", "b\n\n\n\nd")),
+        ("a</think><think>b</think>\nc<think>", ("a\n\nb", "c")),
+        ("</think>\n<think>\nb", ("b", "")),
         ("a ｜DSML｜ b</think><｜DSML｜ calls>", ("a ｜DSML｜ b", "<｜DSML｜ calls>")),
         ("why</think>so<｜end▁of▁sentence｜>unsaid", ("why", "so")),
         ("é\U0001f600</think>\u4f60", ("é\U0001f600", "\u4f60")),
@@ -76,7 +80,7 @@ def test_without_thinking_all_is_answer():
 
 
 def test_raw_continues_the_text_as_it_is():
-    engine = FakeEngine("\n\n</think>more")
+    engine = FakeEngine("\n\n</think><think>more")
     _, end = run(engine, Request("Once ", raw=True))
     assert (end.reasoning, end.text) == ("", "\n\nmore")
     tokenizer = engine.tokenizer
@@ -147,9 +151,13 @@ def test_nothing_is_held_back_without_need():
     reader = AnswerReader(tiny_tokenizer(), starts_in_reasoning=True, stop=["END"])
     shown: list[str] = []
     for token_id in with_special_tokens("a\n\nb\n</think>\nc\nEN E", tiny_tokenizer()):
-        shown.append("".join(delta.text for delta in reader.push(token_id)))
+        shown.append(texts(reader.push(token_id)))
     assert shown == ["a", "", "", "\n\nb", "", "", "", "c", "\n", "", "", "EN ", ""]
-    assert [delta.text for delta in reader.finish()] == ["E"]
+    assert texts(reader.finish()) == "E"
+
+
+def texts(events: Iterable[AnswerEvent]) -> str:
+    return "".join(e.text for e in events if isinstance(e, ReasoningDelta | TextDelta))
 
 
 cut_texts = st.lists(st.text("ab", max_size=6))
@@ -325,6 +333,107 @@ def test_every_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch):
     said = "\n" * 50 + "why" * 50 + "\n" * 50
     run(FakeEngine(said), Request("Hi", stop=["whale"]))
     assert len(decoded) == len(said)
+
+
+def asked_again(engine: FakeEngine, end: End, **request: Any) -> tuple[list[int], list[int]]:
+    """The tokens of an answer, and those of its turn in the next prompt."""
+    messages = [Message("user", "Hi"), Message("assistant", end.text), Message("user", "and?")]
+    prompt = Request(messages, **request).encode(engine.tokenizer, engine.turns)
+    token_ids = list(prompt.token_ids)
+    n = len(engine.calls[0].token_ids)
+    return engine.said, token_ids[n : token_ids.index(engine.tokenizer.special.eos)]
+
+
+EOS, IMAGE = SPELLINGS["eos"], SPELLINGS["image"]
+STRAY = "ab</think>c"  # says "abc", and in more tokens than that
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "is_kept"),
+    [
+        (STRAY + EOS, {}, True),
+        (STRAY, {}, True),
+        (EOS, {}, True),
+        (STRAY + "def", {"max_tokens": 7}, True),
+        (STRAY + "def", {"stop": ["de"]}, False),
+        (STRAY + "<｜User｜>", {}, False),
+        (STRAY + IMAGE, {}, False),
+    ],
+)
+def test_an_answer_returns_with_its_own_tokens(said: str, options: dict[str, Any], is_kept: bool):
+    engine = FakeEngine(said)
+    _, end = run(engine, Request("Hi", effort="off", **options))
+    sampled, returned = asked_again(engine, end, effort="off")
+    rendered = engine.tokenizer.encode_text(end.text)
+    assert returned == (sampled if is_kept else rendered)
+    assert (sampled == rendered) == (not end.text)
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "is_kept"),
+    [
+        ("why</think>" + STRAY, {}, True),
+        ("why</think>" + STRAY, {"max_tokens": 5}, True),
+        ("why</think>" + STRAY, {"max_tokens": 4}, True),
+        ("why</think>" + STRAY, {"max_tokens": 3}, False),
+        ("why</think>so<think>not", {"max_tokens": 8}, False),
+        ("why</think>so<think>not", {}, True),
+        ("why", {}, True),
+    ],
+)
+def test_an_answer_cut_within_its_reasoning_is_not_kept(
+    said: str, options: dict[str, Any], is_kept: bool
+):
+    engine = FakeEngine(said)
+    run(engine, Request("Hi", **options))
+    assert (engine.turns.n_bytes > 0) == is_kept
+
+
+def test_an_answer_is_kept_with_its_reasoning():
+    engine = FakeEngine("why</think>so")
+    run(engine)
+    prefix = HI.encode(engine.tokenizer).turn_prefix
+    for reasoning, is_same in (("why", True), ("", True), ("why not", False)):
+        assert (engine.turns.find(prefix, Shown("so", reasoning)) is not None) == is_same
+
+
+def test_a_raw_text_has_no_turns():
+    engine = FakeEngine("more")
+    run(engine, Request("Once ", raw=True))
+    assert engine.turns.n_bytes == 0
+
+
+def test_what_was_said_before_a_cancellation_is_kept():
+    said: list[int] = []
+    engine = FakeEngine(STRAY + "def", before_token=said.append)
+    _, end = run(engine, Request("Hi", effort="off"), cancelled=lambda: len(said) == 4)
+    assert (end.text, end.finish_reason) == ("abc", "cancelled")
+    sampled, returned = asked_again(engine, end, effort="off")
+    assert returned == sampled[:4]
+    quiet = FakeEngine(STRAY)
+    list(respond(quiet, Request("Hi", effort="off"), cancelled=lambda: True))
+    assert quiet.turns.n_bytes == 0
+
+
+def test_the_engine_is_told_where_later_prompts_may_depart():
+    engine = FakeEngine("so")
+    request = Request([Message("user", "Hi"), Message("assistant", "Ho"), Message("user", "x")])
+    run(engine, request)
+    (call,) = engine.calls
+    assert call.anchors == request.encode(engine.tokenizer).anchors
+    assert len(call.anchors) == 4
+
+
+def test_a_signature_finds_its_turn_anywhere():
+    engine = FakeEngine()
+    special = engine.tokenizer.special
+    engine.turns.put(b"", Shown("so", signature="s1"), [7, 7], starts_in_reasoning=False)
+    for signature, is_known in (("s1", True), ("s2", False), ("", False)):
+        told = Message("assistant", "so", signature=signature)
+        request = Request([Message("user", "Hi"), told, Message("user", "and?")], effort="off")
+        token_ids = request.encode(engine.tokenizer, engine.turns).token_ids
+        first = token_ids.index(special.assistant) + 2
+        assert (token_ids[first : first + 3] == (7, 7, special.eos)) == is_known
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""An engine that says what a script tells it, for tests of the server.
+
+It comes back between chunks of the prompt as well as between tokens, honours max_tokens, knows what
+earlier prompts and answers have in common with the next one, and notes who used it and how.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from mlx_engine.engram_table import EngramStats
+from mlx_engine.errors import BadRequest, ContextTooLong
+from mlx_engine.respond import Event, Prefilled, Progress, Request, respond
+from mlx_engine.sampling import Sampling
+from mlx_engine.tokenizer import Tokenizer
+from mlx_engine.turns import TurnRecord
+from tests.fake_engine import Call, tiny_tokenizer, with_special_tokens
+
+Answer = str | Sequence[int] | Exception
+
+
+@dataclass
+class Course:
+    """What became of one call of `generate`."""
+
+    call: Call
+    cached_tokens: int
+    chunks_done: int = 0
+    said: list[int] = field(default_factory=list[int])
+    is_closed: bool = False
+
+
+class ScriptedEngine:
+    """Says the answers in their order, the last one again and again.
+
+    An answer is text, in which spellings of special tokens stand for those, or token ids, and ends
+    at its end or at an EOS in it; an exception is raised in place of the first token. `before_step`
+    is called ahead of every chunk and token, and may wait or raise. `courses` are the calls.
+    """
+
+    def __init__(
+        self,
+        *answers: Answer,
+        tokenizer: Tokenizer | None = None,
+        context_tokens: int = 100_000,
+        chunk_tokens: int = 64,
+        before_step: Callable[[Course], None] = lambda course: None,
+    ) -> None:
+        self.tokenizer = tokenizer or tiny_tokenizer()
+        self.context_tokens = context_tokens
+        self.turns = TurnRecord()
+        self.courses: list[Course] = []
+        self.threads: set[int] = set()
+        self.is_closed = False
+        self._answers = list(answers) or [""]
+        self._chunk_tokens = chunk_tokens
+        self._before_step = before_step
+        self._known: list[tuple[int, ...]] = []
+        self._work = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def engram_stats(self) -> EngramStats:
+        return EngramStats()
+
+    def respond(
+        self,
+        request: Request,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[Event]:
+        return respond(self, request, on_progress=on_progress, cancelled=cancelled)
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        anchors: Sequence[int] = (),
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Generator[int | Prefilled, None, Literal["stop", "length"]]:
+        n = len(token_ids)
+        if n + max_tokens > self.context_tokens:
+            raise ContextTooLong(
+                f"{n} prompt tokens and {max_tokens} more pass the context of "
+                f"{self.context_tokens}: shorten the prompt"
+            )
+        sampling = Sampling(temperature, top_p, min_p, seed)
+        call = Call(tuple(token_ids), max_tokens, sampling, tuple(anchors))
+        answer = self._answers[min(len(self.courses), len(self._answers) - 1)]
+        course = Course(call, self._cached_tokens(call.token_ids))
+        self.courses.append(course)
+        return self._generate(course, answer)
+
+    def _generate(
+        self, course: Course, answer: Answer
+    ) -> Generator[int | Prefilled, None, Literal["stop", "length"]]:
+        prompt = course.call.token_ids
+        done_tokens = course.cached_tokens
+        try:
+            yield Prefilled(done_tokens, len(prompt))
+            while done_tokens < len(prompt):
+                with self._alone(course):
+                    done_tokens = min(done_tokens + self._chunk_tokens, len(prompt))
+                    course.chunks_done += 1
+                yield Prefilled(done_tokens, len(prompt))
+            for token_id in self._token_ids(answer):
+                if token_id == self.tokenizer.special.eos:
+                    return "stop"
+                if len(course.said) == course.call.max_tokens:
+                    return "length"
+                with self._alone(course):
+                    course.said.append(token_id)
+                yield token_id
+            return "stop"
+        finally:
+            course.is_closed = True
+            self._known.append((*prompt[:done_tokens], *course.said))
+
+    def _token_ids(self, answer: Answer) -> Sequence[int]:
+        if isinstance(answer, Exception):
+            raise answer
+        return with_special_tokens(answer, self.tokenizer) if isinstance(answer, str) else answer
+
+    def _cached_tokens(self, token_ids: Sequence[int]) -> int:
+        """What a known sequence has in common with a prompt, without the prompt's last token."""
+        longest = 0
+        for known in self._known:
+            pairs = zip(known, token_ids, strict=False)
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            longest = max(longest, min(len(known), len(token_ids)) if shared is None else shared)
+        return min(longest, len(token_ids) - 1)
+
+    @contextmanager
+    def _alone(self, course: Course) -> Generator[None]:
+        """One step: from one thread at a time, as the engine has it."""
+        if self.is_closed or not self._work.acquire(blocking=False):
+            raise BadRequest("the engine is closed, or at work for another call")
+        try:
+            self.threads.add(threading.get_ident())
+            self._before_step(course)
+            yield
+        finally:
+            self._work.release()
