@@ -39,11 +39,15 @@ inline float2 elements_of(thread Matrix& matrix) {
 }
 
 // Which elements of a matrix a lane holds: (row, column) and (row, column + 1).
+#ifndef SIMDGROUP_MATRIX_ROW
+#define SIMDGROUP_MATRIX_ROW(lane) ((lane / 4 & 4) + lane / 2 % 4)
+#define SIMDGROUP_MATRIX_COLUMN(lane) ((lane / 4 & 2) * 2 + lane % 2 * 2)
+#endif
 inline int matrix_row(uint lane) {
-    return int((lane / 4 & 4) + lane / 2 % 4);
+    return int(SIMDGROUP_MATRIX_ROW(lane));
 }
 inline int matrix_column(uint lane) {
-    return int((lane / 4 & 2) * 2 + lane % 2 * 2);
+    return int(SIMDGROUP_MATRIX_COLUMN(lane));
 }
 
 // A pair of channels turned by its position's angle, or back. `cos` and `sin` point at the pair's

@@ -8,6 +8,7 @@ from mlx_engine.formats import COMPRESSED, INDEX, WINDOW, CacheFormats
 from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_different, work
 from mlx_engine.ops import attention, front, front_bytes, indexer
 from mlx_engine.ops.attention import SelectedRows, WindowRows
+from mlx_engine.ops.attention_bytes import sparse_attention_bytes
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries
 
 _EPS = 1e-20
@@ -147,7 +148,7 @@ def attend(s: Sizes, T: int, numbers: Numbers) -> Work:
             )
             for copy in range(count)
         ],
-        attention.sparse_attention_bytes(
+        sparse_attention_bytes(
             (T, H, D),
             R,
             window_rows=reach + T - 1,

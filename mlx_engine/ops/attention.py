@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_engine.formats import COMPRESSED, WINDOW, CacheFormats
 from mlx_engine.memory import TILE_QUERIES
-from mlx_engine.ops import launch
+from mlx_engine.ops import attention_native, launch
 from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.rope import Rotation, rotate
 
@@ -172,22 +172,22 @@ def _attend(
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """How the work is shared out: heads of a threadgroup, and slices of each query's rows."""
 
     heads: int
     slices: int
 
 
-def _cut(queries: int, heads: int, rows: int) -> _Cut:
+def cut_of(queries: int, heads: int, rows: int) -> Cut:
     """Many heads share an unpacked row where that leaves enough groups, few where it does not."""
     for group in (32, 16):
         if group <= heads and queries * -(-heads // group) >= _ENOUGH_GROUPS:
-            return _Cut(group, 1)
+            return Cut(group, 1)
     wanted = -(-_ENOUGH_GROUPS // (queries * -(-heads // 8)))
     tiles = -(-rows // _TILE_ROWS)
     tiles_of_slice = -(-tiles // wanted)
-    return _Cut(8, -(-tiles // tiles_of_slice))
+    return Cut(8, -(-tiles // tiles_of_slice))
 
 
 _ARRAYS = """
@@ -295,7 +295,14 @@ def _sparse_attention_metal(
     else:
         compressed, chosen, kind = selected.rows, selected.ids, 2
         n_rows += selected.ids.shape[1]
-    cut = _cut(Q, H, n_rows)
+    inputs = [q, rows, compressed, chosen, at.cos, at.sin]
+    if launch.is_native("attention") and q.dtype == mx.bfloat16:
+        shape = attention_native.cut(Q, H, n_rows)
+        options = [("R", R), ("CHOSEN", kind), ("REACH", sliding_window), ("TURNS", turns_q)]
+        listed = ("LISTED", chosen.shape[1] if kind == 2 else 0)
+        found = attention_native.attend(inputs, sinks, shape, [*options, listed])
+        return found[0] if shape.slices == 1 else _merged(found, sinks, at, q)
+    cut = cut_of(Q, H, n_rows)
     template = [("T", q.dtype), ("D", D), ("R", R)]
     attending = [
         *template,
@@ -305,7 +312,6 @@ def _sparse_attention_metal(
         ("TURNS", turns_q),
     ]
     grid = (-(-H // cut.heads) * _THREADS, cut.slices, Q)
-    inputs = [q, rows, compressed, chosen, at.cos, at.sin]
     if cut.slices == 1:
         (out,) = _attend_whole(
             [*inputs, sinks],
@@ -316,7 +322,7 @@ def _sparse_attention_metal(
             dtypes=[q.dtype],
         )
         return out
-    parts, stats = _attend_slices(
+    parts = _attend_slices(
         inputs,
         template=attending,
         grid=grid,
@@ -324,39 +330,21 @@ def _sparse_attention_metal(
         shapes=[(Q, cut.slices, H, D), (Q, cut.slices, H, 2)],
         dtypes=[mx.float32, mx.float32],
     )
+    return _merged(parts, sinks, at, q)
+
+
+def _merged(parts: list[mx.array], sinks: mx.array, at: Rotation, q: mx.array) -> mx.array:
+    """The output [Q, H, D] in q's dtype from each slice's sums and stats."""
+    Q, H, D = q.shape
     (out,) = _merge_slices(
-        [parts, stats, sinks, at.cos, at.sin],
-        template=template,
+        [*parts, sinks, at.cos, at.sin],
+        template=[("T", q.dtype), ("D", D), ("R", 2 * at.cos.shape[-2])],
         grid=(D // 4, H, Q),
         threadgroup=(min(D // 4, 32), 1, 1),
         shapes=[q.shape],
         dtypes=[q.dtype],
     )
     return out
-
-
-def sparse_attention_bytes(
-    shape: tuple[int, int, int],
-    rotated: int,
-    *,
-    window_rows: int,
-    compressed_rows: int,
-    most_rows: int,
-    chosen: int,
-    value_bytes: int,
-    turns_q: bool = False,
-) -> int:
-    """Bytes that the kernels of one call read and write, for q of a shape (Q, H, D).
-
-    Different rows that are seen at all, the most that one query may see, and the int32 in
-    `visible` or `ids`, whichever is read.
-    """
-    Q, H, D = shape
-    slices = _cut(Q, H, most_rows).slices
-    rows = window_rows * (D + D // 32) + compressed_rows * (D // 2 + D // 16) + 4 * chosen
-    parts = 0 if slices == 1 else 2 * 4 * Q * slices * H * (D + 2)
-    turning = 2 * 4 * Q * rotated * (2 if turns_q and slices > 1 else 1)
-    return 2 * Q * H * D * value_bytes + rows + parts + 4 * H + turning
 
 
 @launch.probe("attention")

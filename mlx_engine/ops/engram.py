@@ -4,6 +4,8 @@ Shapes: T tokens, hc streams, D hidden_size, E the channels of a token's rows to
 kernels of metal/engram.metal three launches: rows, the product with wkv, gate.
 """
 
+from math import gcd
+
 import mlx.core as mx
 
 from mlx_engine.ops import launch
@@ -108,12 +110,13 @@ _GATE = launch.Kernel(
 
 
 def _rows_metal(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-    T = codes.shape[0]
+    T, threads = codes.shape[0], codes.size // _VALUES
     (rows,) = _ROWS(
         (codes.view(mx.uint32), scales),
         template=[("T", dtype)],
-        grid=(codes.size // _VALUES, 1, 1),
-        threadgroup=(_ROW_THREADS, 1, 1),
+        grid=(threads, 1, 1),
+        # Whole threadgroups: CUDA has no others.
+        threadgroup=(gcd(threads, _ROW_THREADS), 1, 1),
         shapes=[(T, codes.size // T)],
         dtypes=[dtype],
     )
@@ -124,7 +127,7 @@ def _gate_metal(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps: flo
     T, hc, D = streams.shape
     threads = min(_MAX_THREADS, -(-D // (32 * _VALUES)) * 32)
     (out,) = _GATE(
-        (streams, kv, w.q_weight, w.k_weight, mx.array(norm_eps)),
+        (streams, kv, w.q_weight, w.k_weight, norm_eps),
         template=[
             *(("T", streams.dtype), ("W", w.q_weight.dtype)),
             *(("HC", hc), ("D", D), ("THREADS", threads)),

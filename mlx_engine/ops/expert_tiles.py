@@ -6,6 +6,7 @@ and the choice between this and other ways are in `experts`.
 
 import mlx.core as mx
 
+from mlx_engine.ops import expert_tiles_native, launch
 from mlx_engine.ops.launch import Kernel
 from mlx_engine.weights import FfnWeights, Fp4
 
@@ -74,7 +75,10 @@ def routed_tiles_metal(
     """
     (T, D), k = x.shape, ids.shape[1]
     E, I_D = ffn.w1.weight.shape[:2]
-    pairs, M = T * k, tile_rows(T * k, E)
+    native = launch.is_native("expert_tiles") and x.dtype == mx.bfloat16
+    native = native and expert_tiles_native.fits(D, I_D)
+    pairs = T * k
+    M = expert_tiles_native.TILE_PAIRS if native else tile_rows(pairs, E)
     order = mx.argsort(ids.reshape(-1))
     tile_count = pairs // M + min(pairs, E)
     threads = -(-E // 32) * 32
@@ -87,8 +91,11 @@ def routed_tiles_metal(
         shapes=[(tile_count, 4)],
         dtypes=[mx.uint32],
     )
+    if native:
+        out = expert_tiles_native.routed(x, order, weights, tiles, ffn, limit=limit)
+        return mx.sum(out.reshape(T, k, D), axis=1)
     (act,) = _GATE_UP_TILES(
-        [x, order, weights, tiles, *_parts(ffn.w1), *_parts(ffn.w3), mx.array(limit)],
+        [x, order, weights, tiles, *_parts(ffn.w1), *_parts(ffn.w3), limit],
         template=[*template, ("K", k)],
         grid=(I_D // (_TILE_COLUMNS // 2) * _TILE_THREADS, tile_count, 1),
         threadgroup=(_TILE_THREADS, 1, 1),

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_engine.ops import launch
 from mlx_engine.ops.expert_tiles import MAX_EXPERTS, routed_tiles_metal
+from mlx_engine.ops.experts_native import moe_few_tokens
 from mlx_engine.ops.launch import Kernel
 from mlx_engine.ops.linear import fp8_linear
 from mlx_engine.ops.router import Router, Routing, choose_reference
@@ -30,9 +31,13 @@ def moe(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.a
     multiplies an expert's activation before the down product; the sum is f32.
     """
     T, E = routing.scores.shape
-    if T <= _FEW_TOKENS and routing.router.k <= _MAX_SLOTS and launch.is_on("experts"):
+    is_few = T <= _FEW_TOKENS and routing.router.k <= _MAX_SLOTS and launch.is_on("experts")
+    is_native = launch.is_native("experts") and x.dtype == mx.bfloat16
+    if is_few and not is_native:
         return moe_metal(x, routing, ffn, limit=limit)
     ids, weights = routing.chosen()
+    if is_few:
+        return moe_few_tokens(x, ids, weights, ffn, limit=limit)
     if T > _FEW_TOKENS and E <= MAX_EXPERTS and launch.is_on("expert_tiles"):
         return _moe_in_tiles(x, ids, weights, ffn, limit=limit)
     return moe_reference(x, ids, weights, ffn, limit=limit)
@@ -151,9 +156,9 @@ def moe_metal(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -
     template = [("T", x.dtype), ("TOKENS", T), ("K", router.k), ("D", D), ("I", I_D)]
     act, ids = _GATE_UP(
         [
-            *(x, routing.scores, router.bias, mx.array(router.scaling_factor)),
+            *(x, routing.scores, router.bias, router.scaling_factor),
             *(*_parts(ffn.w1), *_parts(ffn.w3)),
-            *(*_parts(ffn.shared_w1), *_parts(ffn.shared_w3), mx.array(limit)),
+            *(*_parts(ffn.shared_w1), *_parts(ffn.shared_w3), limit),
         ],
         template=[
             *template,
@@ -205,7 +210,11 @@ def moe_bytes(
 
 @launch.probe("experts")
 def _few_tokens_agree() -> bool:
-    return _agrees(moe_metal, 1) and _agrees(moe_metal, 3)
+    def native(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
+        return moe_few_tokens(x, *choose_reference(routing), ffn, limit=limit)
+
+    forms = (native, moe_metal) if launch.is_native("experts") else (moe_metal,)
+    return all(_agrees(form, T) for form in forms for T in (1, 3))
 
 
 @launch.probe("expert_tiles")

@@ -24,7 +24,7 @@ class Ring:
     """A full window uint32 [N, words] of which row `slot` is the oldest: the next token's place."""
 
     rows: mx.array
-    slot: int
+    slot: int | mx.array
 
 
 @launch.falls_back
@@ -232,7 +232,7 @@ def _attention_front_metal(
     """
     Q, L = latent.shape
     rows, D = kv.shape
-    kernel, inputs = _attention_front, [latent, kv, q_norm, kv_norm, at.cos, at.sin, mx.array(eps)]
+    kernel, inputs = _attention_front, [latent, kv, q_norm, kv_norm, at.cos, at.sin, eps]
     if ring is not None:
         assert rows == 1, f"a ring takes one row, not {rows}"
         kernel, rows = _attention_front_in_ring, ring.rows.shape[0]
@@ -284,7 +284,7 @@ def _pooled_rows_metal(
     G, D = (n + kv.shape[0]) // ratio, kv.shape[1]
     gate = kv if gate is None else gate  # what is not read any array of floats stands in for
     latent, rows = _pooled_rows(
-        [*(pending or (kv, gate)), kv, gate, norm, at.cos, at.sin, mx.array(eps)],
+        [*(pending or (kv, gate)), kv, gate, norm, at.cos, at.sin, eps],
         template=[*(("T", dtype), ("RATIO", ratio), ("PENDING", n), ("D", D), ("R", _rotated(at)))],
         grid=(G * D // 2, 1, 1),
         threadgroup=(D // 2, 1, 1),
@@ -316,7 +316,7 @@ def _encoded_keys_metal(
     """`encoded_keys` in one launch."""
     G, D = key.shape
     codes, scales = _encoded_keys(
-        [key, norm, at.cos, at.sin, mx.array(eps)],
+        [key, norm, at.cos, at.sin, eps],
         template=[("T", dtype), ("D", D), ("R", _rotated(at))],
         grid=(G * D // 2, 1, 1),
         threadgroup=(D // 2, 1, 1),

@@ -18,8 +18,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
+from importlib import import_module
 from importlib.resources import files
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import mlx.core as mx
 
@@ -35,6 +36,18 @@ MOST_THREADGROUP_BYTES = 32 << 10
 _DIAGNOSTIC = re.compile(r"\berror\b", re.IGNORECASE)
 _MOST_DIAGNOSTICS = 3
 _MOST_CHARACTERS = 200
+
+
+@runtime_checkable
+class NativeFactory(Protocol):
+    """A factory for CUDA: it takes kernels of metal/, and those that are written for it."""
+
+    def __call__(self, **arguments: Any) -> Callable[..., list[mx.array]]: ...
+
+    def native(self, **arguments: Any) -> Callable[..., list[mx.array]]:
+        """Called with the arguments of `mx.fast.cuda_kernel`."""
+        ...
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +74,11 @@ class KernelFailed(Exception):
 def is_on(family: str) -> bool:
     """Whether a family's kernels compute, and not its reference."""
     return _factory is not None and family not in _off
+
+
+def is_native(family: str) -> bool:
+    """Whether a family's kernels may be those written for CUDA."""
+    return is_on(family) and isinstance(_factory, NativeFactory)
 
 
 def probe(family: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
@@ -113,9 +131,12 @@ def fast_paths() -> FastPaths:
 
 @cache
 def start_here() -> FastPaths:
-    """Start the kernels on this machine's GPU, once a process; without Metal none is on."""
-    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+    """Start the kernels on this machine's GPU, once a process; without one none is on."""
+    if mx.default_device() == mx.gpu and mx.metal.is_available():
         return start(cast(KernelFactory, mx.fast.metal_kernel))
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        # Elsewhere its compiler would be looked for in vain.
+        return start(import_module("mlx_engine.cuda.kernels").CudaKernels())
     return fast_paths()
 
 
@@ -151,7 +172,9 @@ def using(factory: KernelFactory | None) -> Generator[None]:
 class Kernel:
     """One kernel of a family: its parameters and its body, a call into the family's file.
 
-    `also` names the families whose files the body or that file calls into, too.
+    `also` names the families whose files the body or that file calls into, too. The file is that
+    of metal/, or of cuda/ for a native one, with so much dynamic shared memory and so few registers
+    that a multiprocessor holds `blocks` at once.
     """
 
     family: str
@@ -160,10 +183,13 @@ class Kernel:
     outputs: tuple[str, ...]
     body: str
     also: tuple[str, ...] = ()
+    is_native: bool = False
+    shared_bytes: int = 0
+    blocks: int = 1
 
     def __call__(
         self,
-        inputs: Sequence[mx.array],
+        inputs: Sequence[mx.array | float],
         *,
         template: Sequence[tuple[str, Any]] = (),
         grid: tuple[int, int, int],
@@ -174,11 +200,12 @@ class Kernel:
     ) -> list[mx.array]:
         """Launch over `grid` threads in groups of `threadgroup`: the outputs, in order.
 
-        Raises KernelFailed after `start`, at the first call with these sizes and types.
+        A number among the inputs is an f32 without axes. Raises KernelFailed after `start`, at the
+        first call with these sizes and types.
         """
         assert _factory is not None, f"{self.name} is launched while kernels are off"
         call = {
-            "inputs": list(inputs),
+            "inputs": [x if isinstance(x, mx.array) else float(x) for x in inputs],
             "template": list(template),
             "grid": grid,
             "threadgroup": threadgroup,
@@ -187,7 +214,7 @@ class Kernel:
             "init_value": init_value,
         }
         # What MLX compiles a kernel for.
-        forms = ((x.dtype, x.ndim == 0, x.size < 8) for x in inputs)
+        forms = ((x.dtype, x.ndim == 0, x.size < 8) for x in inputs if isinstance(x, mx.array))
         variant = (self, *map(tuple, template), threadgroup, *forms)
         if not _is_started or variant in _computed:
             return _build(_factory, self)(**call)
@@ -204,16 +231,24 @@ class Kernel:
 
 @cache
 def _build(factory: KernelFactory, kernel: Kernel) -> Callable[..., list[mx.array]]:
-    names = ("common.h", *(f"{family}.metal" for family in (*kernel.also, kernel.family)))
-    return factory(
-        name=kernel.name,
-        input_names=list(kernel.inputs),
-        output_names=list(kernel.outputs),
-        source=kernel.body,
-        header="".join(_source(name) for name in names),
-    )
+    families = (*kernel.also, kernel.family)
+    names = {
+        "name": kernel.name,
+        "input_names": list(kernel.inputs),
+        "output_names": list(kernel.outputs),
+        "source": kernel.body,
+    }
+    header = _source("metal", "common.h")
+    if kernel.is_native:
+        assert isinstance(factory, NativeFactory), f"{kernel.name} is for CUDA only"
+        header += _source("cuda", "common.cuh")
+        header += "".join(_source("cuda", f"{family}.cu") for family in families)
+        room = {"shared_memory": kernel.shared_bytes, "blocks": kernel.blocks}
+        return factory.native(**names, header=header, **room)
+    header += "".join(_source("metal", f"{family}.metal") for family in families)
+    return factory(**names, header=header)
 
 
 @cache
-def _source(name: str) -> str:
-    return files("mlx_engine.metal").joinpath(name).read_text(encoding="utf-8")
+def _source(folder: str, name: str) -> str:
+    return files(f"mlx_engine.{folder}").joinpath(name).read_text(encoding="utf-8")

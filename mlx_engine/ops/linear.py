@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_engine.ops import launch
+from mlx_engine.ops import launch, linear_native
 from mlx_engine.weights import Fp8
 
 # Rows from which a CPU gains by unpacking or turning the weight once, instead of in every product.
@@ -206,6 +206,9 @@ def _grouped_metal(x: mx.array, w: Fp8) -> mx.array:
     T, G, K = x.shape
     N = w.weight.shape[-2]
     assert w.weight.size * 4 == G * N * K, f"x {x.shape} does not fit the weight {w.weight.shape}"
+    if launch.is_native("linear") and x.dtype == mx.bfloat16:
+        few = T <= linear_native.MAX_ROWS
+        return linear_native.fp8_rows(x, w) if few else linear_native.fp8_product(x, w)
     inputs = (x, w.weight, w.scale)
     if T <= _MAX_ROWS:
         (out,) = _rows(_FP8_ROWS, inputs, mx.uint8, T, (N,), K, x.dtype, G)
@@ -214,6 +217,8 @@ def _grouped_metal(x: mx.array, w: Fp8) -> mx.array:
 
 
 def _fp8_pair_metal(x: mx.array, a: Fp8, b: Fp8) -> tuple[mx.array, mx.array]:
+    if launch.is_native("linear") and x.dtype == mx.bfloat16:
+        return linear_native.fp8_rows_pair(x, a, b)
     T, K = x.shape
     N = a.weight.shape[0], b.weight.shape[0]
     inputs = (x, a.weight, a.scale, b.weight, b.scale)

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_engine.ops import launch
 from mlx_engine.ops.linear import times_transposed
 from mlx_engine.ops.mhc_bytes import HC, SLICE, SUMS
+from mlx_engine.ops.mhc_native import FINISH
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.weights import MhcWeights
 
@@ -317,7 +318,8 @@ def _slices(
 
 def _finish(collapsed: mx.array, sums: mx.array, to: MhcSublayer) -> tuple[mx.array, Mixing]:
     T, D = collapsed.shape
-    pre, post, comb, x = _FINISH(
+    kernel = FINISH if launch.is_native("mhc") else _FINISH
+    pre, post, comb, x = kernel(
         (sums, to.w.base, to.w.scale, to.epsilons, collapsed, to.norm_weight),
         template=[
             *(("T", collapsed.dtype), ("W", to.norm_weight.dtype)),

@@ -20,6 +20,7 @@ from mlx_engine.ops.mhc import (
     mhc_between_reference,
 )
 from mlx_engine.ops.mhc_bytes import HC
+from mlx_engine.ops.router_native import scores_of_few_tokens
 from mlx_engine.ops.topk import top_k
 from mlx_engine.weights import MhcWeights
 
@@ -59,10 +60,15 @@ def mhc_route(
 ) -> tuple[mx.array, mx.array, Mixing, Routing]:
     """`mhc_between` for a layer's experts, and their scores: streams, x, coefficients, routing.
 
-    Up to 8 tokens take the two launches of `mhc_between` alone.
+    Up to 8 tokens take the two launches of `mhc_between` alone, on NVIDIA GPUs one more.
     """
     T, _, D = streams.shape
-    if T <= _FEW_TOKENS and D % 8 == 0 and launch.is_on("router") and is_on(streams):
+    is_few = T <= _FEW_TOKENS and D % 8 == 0 and launch.is_on("router")
+    if is_few and launch.is_native("router") and h.dtype == router.weight.dtype == mx.bfloat16:
+        streams, x, mixing = mhc_between(h, streams, last, pre, to)
+        scores = scores_of_few_tokens(x, router.weight, router.gate_temp)
+        return streams, x, mixing, Routing(scores, router)
+    if is_few and is_on(streams):
         return _mhc_route_metal(h, streams, last, pre, to, router)
     streams, x, mixing = mhc_between(h, streams, last, pre, to)
     return streams, x, mixing, route(x, router)
@@ -141,7 +147,7 @@ def _mhc_route_metal(
     scores, *mixing, x = _SCORES(
         [
             *(sums, to.w.base, to.w.scale, to.epsilons, collapsed, to.norm_weight),
-            *(router.weight, mx.array(router.gate_temp)),
+            *(router.weight, router.gate_temp),
         ],
         template=[
             *(("T", collapsed.dtype), ("N", to.norm_weight.dtype), ("W", router.weight.dtype)),
@@ -159,7 +165,7 @@ def _choose_metal(routing: Routing) -> tuple[mx.array, mx.array]:
     """`Routing.chosen` in one launch."""
     (T, E), router = routing.scores.shape, routing.router
     ids, weights = _CHOOSE(
-        [routing.scores, router.bias, mx.array(router.scaling_factor)],
+        [routing.scores, router.bias, router.scaling_factor],
         template=[("K", router.k), ("E", E), ("NORM", router.norm_topk_prob)],
         grid=(32, T, 1),
         threadgroup=(32, 1, 1),

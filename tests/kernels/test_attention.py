@@ -13,9 +13,9 @@ from mlx_engine.ops.attention import (
     SelectedRows,
     WindowRows,
     sparse_attention,
-    sparse_attention_bytes,
     sparse_attention_reference,
 )
+from mlx_engine.ops.attention_bytes import sparse_attention_bytes
 from mlx_engine.ops.rope import Rotation, rotate
 from tests.msl import emulator
 from tests.msl.emulator import Report

@@ -11,7 +11,7 @@ from mlx_engine.config import TILE, ModelConfig
 from mlx_engine.formats import COMPRESSED, INDEX, WINDOW
 from mlx_engine.inventory import Owner, tensor_specs
 from mlx_engine.layer_plan import LayerKind, layer_plan
-from mlx_engine.ops.attention import sparse_attention_bytes
+from mlx_engine.ops.attention_bytes import sparse_attention_bytes
 from mlx_engine.ops.engram import engram_gate_bytes
 from mlx_engine.ops.experts import moe_bytes
 from mlx_engine.ops.front_bytes import (

@@ -1,0 +1,1 @@
+"""Tests of the CUDA module that need no GPU."""
