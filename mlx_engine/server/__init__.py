@@ -1,0 +1,1 @@
+"""The engine as a local endpoint: Anthropic's and OpenAI's protocols over HTTP."""

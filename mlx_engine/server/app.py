@@ -1,0 +1,99 @@
+"""The application: which endpoints there are, and how their errors leave.
+
+Owns the routes that belong to no protocol, and the order of gate, routes and error handlers.
+"""
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+from mlx_engine.errors import EngineError
+from mlx_engine.server import chat, completions, messages, metrics, responses
+from mlx_engine.server.errors import ApiError, error_response, request_id
+from mlx_engine.server.security import Access, Gate
+from mlx_engine.server.service import MODEL_NAME, Service
+
+# The model's release, as clients sort by it.
+_CREATED = "2026-09-10T00:00:00Z"
+_CREATED_S = 1_788_998_400
+
+
+def create_app(service: Service, access: Access) -> ASGIApp:
+    """The server over a worker that may still be loading its model."""
+    app = FastAPI(title="ds41", openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(_common(service))
+    for protocol in (messages, chat, responses, completions):
+        app.include_router(protocol.router(service))
+    app.add_exception_handler(EngineError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    return Gate(app, access)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(request.url.path, request_id(request), error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    what = {404: f"there is nothing at {path[:100]!r}", 405: "this path has another method"}
+    return await _on_error(
+        request, ApiError(error.status_code, what.get(error.status_code, error.detail))
+    )
+
+
+def _common(service: Service) -> APIRouter:
+    routes = APIRouter()
+    worker = service.worker
+
+    @routes.get("/health")
+    async def _health() -> Response:  # pyright: ignore[reportUnusedFunction]
+        body: dict[str, object] = {"status": worker.state}
+        if worker.state == "loading":
+            done, total = worker.load_bytes
+            body |= {"loaded_bytes": done, "total_bytes": total}
+        return JSONResponse(body, 200 if worker.state == "ready" else 503)
+
+    @routes.head("/")
+    @routes.get("/api/hello")
+    @routes.head("/api/hello")
+    async def _hello() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/metrics")
+    async def _metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return PlainTextResponse(metrics.exposition(worker), media_type="text/plain; version=0.0.4")
+
+    @routes.get("/status")
+    async def _status() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return JSONResponse(metrics.status(service))
+
+    @routes.get("/v1/models")
+    async def _models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        id = service.model_id
+        page = {"has_more": False, "first_id": id, "last_id": id}
+        return JSONResponse({"object": "list", "data": [_model(service)], **page})
+
+    @routes.get("/v1/models/{id:path}")
+    async def _one_model(id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        # Requests may name any model, so all of them exist.
+        return JSONResponse(_model(service))
+
+    return routes
+
+
+def _model(service: Service) -> dict[str, object]:
+    """The model, with the fields of both protocols."""
+    return {
+        "type": "model",
+        "object": "model",
+        "id": service.model_id,
+        "display_name": MODEL_NAME,
+        "created_at": _CREATED,
+        "created": _CREATED_S,
+        "owned_by": "deepseek-ai",
+        "max_input_tokens": service.context_tokens,
+    }

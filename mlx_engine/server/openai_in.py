@@ -1,0 +1,215 @@
+"""What the bodies of OpenAI's protocols have in common, made into this engine's terms.
+
+Owns the reading of single fields, and what is refused because the answer would not be what was
+asked for. A field that has no effect is noted in the log; what a whole body means is the
+endpoints' part.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import deepseek_recipe as recipe
+
+from mlx_engine.errors import BadRequest
+from mlx_engine.sampling import Sampling
+from mlx_engine.server.body import IMAGE_NOTE, note
+from mlx_engine.tool_calls import ANY_TOOL
+
+Object = dict[str, Any]
+
+MODEL = "ds41"
+OPTIONS = recipe.ConversionOptions().with_model_alias(MODEL, recipe.ModelVersion.DeepseekV41Flash)
+
+SAMPLING_FIELDS = frozenset("temperature top_p min_p seed top_k".split())
+
+_EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"}
+
+
+def as_object(value: Any, where: str) -> Object:
+    """The value as an object. Raises BadRequest."""
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where}: it is an object")
+    return cast(Object, value)
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    """The value as a list. Raises BadRequest."""
+    if not isinstance(value, list):
+        raise BadRequest(f"{where}: it is a list")
+    return cast(list[Any], value)
+
+
+def as_string(value: Any, where: str) -> str:
+    """The value as a string. Raises BadRequest."""
+    if not isinstance(value, str):
+        raise BadRequest(f"{where}: it is missing, or no string")
+    return value
+
+
+def is_true(body: Object, name: str) -> bool:
+    """Whether a flag is set; null is no. Raises BadRequest for what is no flag."""
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise BadRequest(f"{name}: it is true or false")
+
+
+def is_parallel(body: Object) -> bool:
+    """Whether the answer may hold several calls. Raises BadRequest."""
+    return body.get("parallel_tool_calls") is None or is_true(body, "parallel_tool_calls")
+
+
+def integer(body: Object, name: str) -> int | None:
+    """A whole number, None where there is none. Raises BadRequest."""
+    value = body.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise BadRequest(f"{name}: it is a whole number")
+
+
+def sampling(body: Object) -> Sampling:
+    """How tokens are drawn, as the body says. Raises BadRequest, for top_k too."""
+    if (integer(body, "top_k") or 0) > 0:
+        raise BadRequest("top_k: it is not supported: leave it out, or use top_p or min_p")
+    values: Object = {"seed": integer(body, "seed")}
+    for name in ("temperature", "top_p", "min_p"):
+        value = body.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise BadRequest(f"{name}: it is a number")
+        values[name] = value
+    return Sampling(**{name: value for name, value in values.items() if value is not None})
+
+
+def stop_strings(body: Object) -> list[str]:
+    """The strings that end the answer. Raises BadRequest."""
+    stop = body.get("stop")
+    if stop is None:
+        return []
+    return [
+        as_string(s, "stop") for s in ([stop] if isinstance(stop, str) else as_list(stop, "stop"))
+    ]
+
+
+def refuse_many(body: Object) -> None:
+    """Raise BadRequest for more than one answer to a prompt."""
+    for name in ("n", "best_of"):
+        if integer(body, name) not in (None, 1):
+            raise BadRequest(f"{name}: one answer at a time is supported: ask again for another")
+
+
+def refuse_format(format: Any, where: str) -> None:
+    """Raise BadRequest for an answer in a form that nothing here enforces."""
+    if format is None or as_object(format, where).get("type") == "text":
+        return
+    raise BadRequest(f"{where}: answers in a given form are not supported: leave it out")
+
+
+def refuse(body: Object, what: dict[str, str]) -> None:
+    """Raise BadRequest for the first field that is set; `what` says of each what to do instead."""
+    for name, remedy in what.items():
+        if body.get(name) not in (None, False, "", [], {}):
+            raise BadRequest(f"{name}: it is not supported: {remedy}")
+
+
+def note_penalties(path: str, body: Object) -> None:
+    """Say in the log that tokens are drawn without penalties."""
+    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+        if body.get(name):
+            note(f"{path}: {name} has no effect")
+
+
+def effort(path: str, value: Any) -> str | None:
+    """The effort that is meant, None where none is given or it is not known."""
+    if value is None or (isinstance(value, str) and value in _EFFORTS):
+        return value
+    note(f"{path}: the effort {str(value)[:20]!r} is not known and counts as high")
+    return None
+
+
+def tool_choice(choice: Any) -> tuple[bool, str | None]:
+    """Whether tools are turned off, and which tool the answer starts with. Raises BadRequest."""
+    if choice in (None, "auto", "none"):
+        return choice == "none", None
+    if choice == "required":
+        return False, ANY_TOOL
+    function: Any = choice
+    if isinstance(choice, dict):
+        function = cast(Object, choice)
+        if function.get("type") == "function":
+            function = function.get("function", function)
+            name = as_string(as_object(function, "tool_choice").get("name"), "tool_choice.name")
+            if name != ANY_TOOL:
+                return False, name
+    raise BadRequest("tool_choice: it is auto, none, required or a function with its name")
+
+
+def text_of(path: str, content: Any, where: str, *, is_newest: bool) -> str:
+    """The text of a message: its parts, with a line in place of what the model cannot see.
+
+    Raises BadRequest for a damaged part, and where the newest message itself carries such a part.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}: it is a string or a list of parts")
+    texts: list[str] = []
+    for i, each in enumerate(cast(list[Any], content)):
+        part = as_object(each, f"{where}.{i}")
+        kind = as_string(part.get("type"), f"{where}.{i}.type")
+        if kind in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
+            texts.append(as_string(part.get("text"), f"{where}.{i}.text"))
+        elif kind == "refusal":
+            texts.append(as_string(part.get("refusal"), f"{where}.{i}.refusal"))
+        elif is_newest:
+            raise BadRequest(
+                f"{where}.{i}: this server reads text only: describe the {kind[:60]}, or leave it "
+                "out"
+            )
+        else:
+            note(f"{path}: a part {kind[:60]!r} is not shown to the model")
+            is_image = kind in ("image_url", "input_image", "image")
+            texts.append(
+                IMAGE_NOTE if is_image else f"[{kind[:60]} not shown: this server reads text only]"
+            )
+    return "\n\n".join(texts)
+
+
+def function_fields(function: Object) -> Object:
+    """What the converter takes of a function's declaration; its parameters are an object's."""
+    known = {
+        key: function[key]
+        for key in ("name", "description", "parameters", "strict")
+        if function.get(key) is not None
+    }
+    schema: Any = known.get("parameters")
+    if isinstance(schema, dict) and cast(Object, schema).get("type") is None:
+        rest = {key: value for key, value in cast(Object, schema).items() if key != "type"}
+        known["parameters"] = {"type": "object", **rest}
+    return known
+
+
+def arguments_text(arguments: Any, where: str) -> str:
+    """The arguments of an earlier call as the text of JSON. Raises BadRequest."""
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return as_string(arguments if arguments is not None else "{}", where)
+
+
+def converted(convert: Callable[[], recipe.ConversationRequest]) -> recipe.Conversation:
+    """What the vendor's converter makes of a body. Raises BadRequest where it refuses."""
+    try:
+        return convert().conversation
+    except recipe.ConversionError as error:
+        raise BadRequest(_sentence(error)) from None
+    except UnicodeError:
+        raise BadRequest("a text is not Unicode: it holds half of a surrogate pair") from None
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise BadRequest(str(error)) from None
+
+
+def _sentence(error: recipe.ConversionError) -> str:
+    try:
+        return str(json.loads(error.body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error)

@@ -1,0 +1,219 @@
+"""Requests of OpenAI's Responses protocol to this engine's.
+
+Owns the cleaning of a body before the vendor's converter sees it: items that nothing here can use
+are noted or refused by name. Nothing is stored, so a body holds its whole conversation.
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepseek_recipe as recipe
+
+from mlx_engine.errors import BadRequest
+from mlx_engine.request import Request
+from mlx_engine.server import openai_in
+from mlx_engine.server.body import note, note_unknown
+from mlx_engine.server.openai_in import Object, as_list, as_object, as_string
+
+PATH = "/v1/responses"
+
+_KNOWN_FIELDS = openai_in.SAMPLING_FIELDS | frozenset(
+    "background client_metadata conversation include input instructions max_output_tokens metadata "
+    "model parallel_tool_calls previous_response_id prompt prompt_cache_key reasoning "
+    "safety_identifier service_tier store stream stream_options text tool_choice tools "
+    "top_logprobs truncation user".split()
+)
+
+_REFUSED = {
+    "previous_response_id": "nothing is stored here, send the whole conversation as input",
+    "conversation": "nothing is stored here, send the whole conversation as input",
+    "prompt": "send its text as instructions or input",
+    "background": "leave it out, and wait for the answer",
+    "top_logprobs": "leave it out",
+}
+
+_MESSAGE_ROLES = ("user", "assistant", "system", "developer")
+_ANSWER_TYPES = ("reasoning", "function_call", "custom_tool_call")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a body asks for, and what of it the answer reports.
+
+    custom: tools whose calls are one text. namespaces: of a tool's full name, its two parts.
+    """
+
+    request: Request
+    echo: Object
+    custom: frozenset[str]
+    namespaces: dict[str, tuple[str, str]]
+
+
+def read(body: Object) -> Asked:
+    """What a body asks for. Raises BadRequest."""
+    note_unknown(PATH, body, _KNOWN_FIELDS)
+    openai_in.refuse(body, _REFUSED)
+    text = as_object(body.get("text") or {}, "text")
+    openai_in.refuse_format(text.get("format"), "text.format")
+    is_without_tools, tool = openai_in.tool_choice(body.get("tool_choice"))
+    items = _items(body.get("input"))
+    cleaned: Object = {"model": openai_in.MODEL, "input": items}
+    if body.get("instructions") is not None:
+        cleaned["instructions"] = as_string(body["instructions"], "instructions")
+    tools = list(_tools(as_list(body.get("tools") or [], "tools")))
+    if tools:
+        cleaned["tools"] = tools
+        if is_without_tools:
+            cleaned["tool_choice"] = "none"
+    reasoning = as_object(body.get("reasoning") or {}, "reasoning")
+    # A call cannot begin before the reasoning has ended, so there is none.
+    effort = "none" if tool else openai_in.effort(PATH, reasoning.get("effort"))
+    if effort is not None:
+        cleaned["reasoning"] = {"effort": effort}
+    namespaces: dict[str, tuple[str, str]] = {}
+
+    def convert() -> recipe.ConversationRequest:
+        request = recipe.ResponsesRequest(cleaned)
+        namespaces.update(request.namespace_tool_map(openai_in.OPTIONS))
+        return request.convert(openai_in.OPTIONS)
+
+    conversation = openai_in.converted(convert)
+    if conversation.messages[-1].role == "assistant":
+        conversation = _continued(conversation)
+    signatures = _signatures(items)
+    is_known = len(signatures) == sum(m.role == "assistant" for m in conversation.messages)
+    return Asked(
+        Request(
+            conversation=conversation,
+            signatures=signatures if is_known else (),
+            signature=secrets.token_urlsafe(32),
+            sampling=openai_in.sampling(body),
+            max_tokens=openai_in.integer(body, "max_output_tokens"),
+            starts_in_call=tool,
+            parallel_calls=openai_in.is_parallel(body),
+        ),
+        _echo(body, reasoning),
+        frozenset(each["name"] for each in tools if each["type"] == "custom"),
+        namespaces,
+    )
+
+
+def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
+    """The same conversation with its last answer left open."""
+    *messages, last = conversation.messages
+    if last.tool_calls:
+        raise BadRequest("the last item calls a tool: add an item with its output")
+    messages.append(recipe.AssistantMessage(last.content, last.reasoning_content, None, True))
+    return recipe.Conversation(
+        messages,
+        thinking_mode=conversation.thinking_mode,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=conversation.reasoning_effort,
+    )
+
+
+def _items(given: Any) -> list[Object]:
+    """The items of the conversation as the converter takes them."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    entries = [as_object(e, f"input.{i}") for i, e in enumerate(as_list(given, "input"))]
+    newest = max((i for i, e in enumerate(entries) if e.get("role") == "user"), default=-1)
+    items = (_item(e, f"input.{i}", is_newest=i == newest) for i, e in enumerate(entries))
+    return [item for item in items if item is not None]
+
+
+def _item(item: Object, where: str, *, is_newest: bool) -> Object | None:
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in _MESSAGE_ROLES:
+                raise BadRequest(f"{where}.role: it is one of {', '.join(_MESSAGE_ROLES)}")
+            content = item.get("content")
+            text = openai_in.text_of(PATH, content, f"{where}.content", is_newest=is_newest)
+            return {"role": role, "content": text}
+        case "reasoning":
+            # A summary is not what the model wrote.
+            text = openai_in.text_of(PATH, item.get("content") or "", where, is_newest=False)
+            content = [{"type": "reasoning_text", "text": text}] if text else []
+            signature = item.get("encrypted_content") or ""
+            return {
+                "type": "reasoning",
+                "summary": [],
+                "content": content,
+                "encrypted_content": as_string(signature, f"{where}.encrypted_content"),
+            }
+        case "function_call":
+            call = _strings(item, where, "call_id", "name")
+            arguments = openai_in.arguments_text(item.get("arguments"), f"{where}.arguments")
+            if item.get("namespace"):
+                call |= _strings(item, where, "namespace")
+            return {"type": kind, **call, "arguments": arguments}
+        case "custom_tool_call":
+            return {"type": kind, **_strings(item, where, "call_id", "name", "input")}
+        case "function_call_output" | "custom_tool_call_output":
+            output = item.get("output")
+            text = openai_in.text_of(PATH, output, f"{where}.output", is_newest=False)
+            return {"type": kind, **_strings(item, where, "call_id"), "output": text}
+        case "item_reference":
+            raise BadRequest(f"{where}: nothing is stored here, send the item itself")
+        case _:
+            note(f"{PATH}: an item {str(kind)[:60]!r} is left out")
+            return None
+
+
+def _strings(item: Object, where: str, *names: str) -> Object:
+    return {name: as_string(item.get(name), f"{where}.{name}") for name in names}
+
+
+def _signatures(items: Sequence[Object]) -> list[str]:
+    """What came back with the reasoning of each answer, of which every run of items is one."""
+    signatures: list[str] = []
+    is_open = False
+    for item in items:
+        is_answer = item.get("type") in _ANSWER_TYPES or item.get("role") == "assistant"
+        if is_answer and not is_open:
+            signatures.append("")
+        is_open = is_answer
+        if item.get("encrypted_content"):
+            signatures[-1] = item["encrypted_content"]
+    return signatures
+
+
+def _tools(tools: Iterable[Any]) -> Iterator[Object]:
+    for i, each in enumerate(tools):
+        tool = as_object(each, f"tools.{i}")
+        kind = as_string(tool.get("type"), f"tools.{i}.type")
+        if kind == "function":
+            yield {"type": kind} | openai_in.function_fields(tool)
+        elif kind == "custom":
+            as_string(tool.get("name"), f"tools.{i}.name")
+            yield {key: value for key, value in tool.items() if value is not None}
+        elif kind == "namespace":
+            inner = as_list(tool.get("tools") or [], f"tools.{i}.tools")
+            yield tool | {"tools": list(_tools(inner))}
+        else:
+            note(f"{PATH}: a tool of the type {kind[:60]!r} is left out, nothing runs it here")
+
+
+def _echo(body: Object, reasoning: Object) -> Object:
+    """What the answer repeats of the request."""
+    return {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": openai_in.is_parallel(body),
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "store": False,
+        "temperature": 1.0 if body.get("temperature") is None else body["temperature"],
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
+        "truncation": "disabled",
+        "user": body.get("user"),
+    }

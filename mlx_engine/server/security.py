@@ -1,0 +1,179 @@
+"""The gate before every endpoint: who may ask, and under which name.
+
+Owns the API key, the checks against pages of other origins, the request's id, its line in the log,
+and the last catch of what went wrong. Endpoints are behind it.
+"""
+
+import hmac
+import ipaddress
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_engine.server.errors import ApiError, error_response
+from mlx_engine.worker import describe
+
+log = logging.getLogger(__name__)
+
+# They say nothing about anybody, and probes carry no key.
+_OPEN_PATHS = {"/health", "/api/hello"}
+
+_MAX_PATH_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use the server.
+
+    api_key: asked of every request, None for nobody. host_names: by which a client may call the
+    server, beside localhost and numeric addresses; None for any. origins: of pages that may use it.
+    """
+
+    api_key: str | None = None
+    host_names: frozenset[str] | None = frozenset()
+    origins: frozenset[str] = frozenset()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Gate:
+    """An ASGI application that lets through what `access` allows, each request with an id."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = id
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        started_s = time.perf_counter()
+        status = 0
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["request-id"] = added["x-request-id"] = id
+                if origin in self._access.origins:
+                    added["access-control-allow-origin"] = origin or ""
+                    added.append("vary", "origin")
+            await send(message)
+
+        try:
+            response = self._refusal(scope, headers)
+            await (response or self._app)(scope, receive, reply)
+        except Exception as error:
+            log.error("%s failed: %s", id, describe(error))
+            if not status:
+                await error_response(scope["path"], id, error)(scope, receive, reply)
+        finally:
+            # Whoever watches asks again and again.
+            log.log(
+                logging.DEBUG if scope["method"] in ("GET", "HEAD") else logging.INFO,
+                "%s %s %r %d %.2f s",
+                id,
+                scope["method"],
+                scope["path"][:_MAX_PATH_CHARACTERS],
+                status,
+                time.perf_counter() - started_s,
+            )
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """The answer to a request that may not pass."""
+        error = self._forbidden(headers)
+        if error is None and scope["method"] == "OPTIONS" and headers.get("origin"):
+            return _preflight(headers)
+        if error is None and not self._is_open(scope) and not self._has_key(headers):
+            error = ApiError(
+                401, "the API key is missing or wrong: send it as x-api-key, or as a bearer token"
+            )
+        return error and error_response(scope["path"], scope["state"]["request_id"], error)
+
+    def _forbidden(self, headers: Headers) -> ApiError | None:
+        # A page of another site can reach this address: by a name of its own that it lets point
+        # here, or with a request that needs no leave of ours. Browsers tell both.
+        host = headers.get("host", "")
+        if not self._is_own_name(host):
+            return ApiError(403, "the Host header is not a name of this server: use its address")
+        origin = headers.get("origin")
+        if origin is None or origin in self._access.origins or _netloc(origin) == host.lower():
+            return None
+        return ApiError(403, "pages of this origin may not use the server: see --allow-origin")
+
+    def _is_own_name(self, host: str) -> bool:
+        names = self._access.host_names
+        if names is None:
+            return True
+        name = _hostname(host)
+        if name in names or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _is_open(self, scope: Scope) -> bool:
+        is_probe = scope["path"] == "/" and scope["method"] == "HEAD"
+        return is_probe or scope["path"] in _OPEN_PATHS
+
+    def _has_key(self, headers: Headers) -> bool:
+        key = self._access.api_key
+        if key is None:
+            return True
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
+        # Both are compared, whatever the first says.
+        return any([hmac.compare_digest(each.encode(), key.encode()) for each in given])
+
+
+def _preflight(headers: Headers) -> Response:
+    asked = headers.get("access-control-request-headers", "")
+    return Response(
+        status_code=204,
+        headers={
+            "access-control-allow-methods": "GET, POST, OPTIONS",
+            "access-control-allow-headers": asked,
+            "access-control-max-age": "600",
+        },
+    )
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def origins(named: Iterable[str]) -> frozenset[str]:
+    """Origins as browsers write them: without a slash at the end."""
+    return frozenset(origin.rstrip("/") for origin in named)

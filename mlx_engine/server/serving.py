@@ -1,0 +1,107 @@
+"""The server's process: its socket, its signals, and its end.
+
+Owns how requests are drained when a signal comes: nothing new is taken, open streams end with an
+error event, the worker closes its engine. A second signal waits for nothing.
+"""
+
+import logging
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlx_engine.errors import BadRequest
+from mlx_engine.worker import Worker
+
+log = logging.getLogger(__name__)
+
+# A client that reads slowly gets this long for the end of its stream.
+_DRAIN_S = 10
+
+# Clients keep connections for later; one that is closed under their hands is an error to them.
+_KEEP_CONNECTION_S = 120
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one. Raises BadRequest where it cannot."""
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+        )
+        family, _, _, _, address = found[0]
+        return socket.create_server((str(address[0]), port), family=family, backlog=128)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise BadRequest(
+            f"{host} port {port} cannot be served ({reason}): choose others by --host and --port"
+        ) from None
+
+
+def address_of(listener: socket.socket) -> str:
+    """The address under which this machine reaches a server."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Serving:
+    """Serves an application on a socket until a signal comes, or the worker fails.
+
+    To be run in the main thread, which the signals reach.
+    """
+
+    def __init__(self, app: ASGIApp, worker: Worker, listener: socket.socket) -> None:
+        self._worker = worker
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=_KEEP_CONNECTION_S,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+        self._server = _Server(config, worker)
+
+    def run(self) -> None:
+        """Serve. Raises what ended the worker, if that was not a signal."""
+        # The library's own messages repeat what ours say.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._worker.start()
+        try:
+            self._server.run([self._listener])
+        finally:
+            self._listener.close()
+            if not self._worker.close(0 if self._server.force_exit else None):
+                log.warning("the engine was left at work")
+        if self._worker.error is not None:
+            raise self._worker.error
+
+    def stop(self) -> None:
+        """Let `run` return; any thread may call."""
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+        super().__init__(config)
+        self._worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            return
+        log.info("%s: open answers end here", signal.Signals(sig).name)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Streams that have been told of the end close by themselves.
+        self._worker.stop()
+        await super().shutdown(sockets)

@@ -1,0 +1,309 @@
+"""Worker: the one thread that loads the model and runs it, and the queue before it.
+
+Owns who is answered when, what happens to a job that is cancelled or fails, and how full the queue
+may be. Knows nothing of protocols, and nothing of asyncio: a job calls whoever waits for it.
+
+Of the jobs at work the one that has had the least time goes on, by one event: a chunk of a prompt
+or a token. A job that arrives has had as much as the least of them, so that a short request waits
+for one chunk of a long prompt and not for all of it. Jobs beyond `max_active` wait in their order.
+"""
+
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Literal, Protocol
+
+from mlx_engine.errors import BadRequest, Cancelled, EngineError
+from mlx_engine.job import Failed, Job, JobEvent, Overloaded, Stopped
+from mlx_engine.respond import End, Event, Progress, Request
+from mlx_engine.turns import TurnRecord
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 64
+
+# The log tells of a long prompt this often.
+_LOG_S = 10.0
+
+_STOPPED = "the server is shutting down: send the request again when it is back"
+
+_FAILED = "the model could not be loaded: see the log of the server"
+
+
+class AnsweringEngine(Protocol):
+    """What the worker needs of an engine, all of it but `turns` in the worker's thread."""
+
+    @property
+    def turns(self) -> TurnRecord: ...
+
+    def respond(
+        self,
+        request: Request,
+        *,
+        on_progress: Callable[[Progress], None] | None,
+        cancelled: Callable[[], bool],
+    ) -> Generator[Event]: ...
+
+
+# Loads an engine; told of bytes read and in all. Entered and left in the worker's thread.
+Load = Callable[[Callable[[int, int], None]], AbstractContextManager[AnsweringEngine]]
+
+
+@dataclass(eq=False)
+class _Active:
+    """A job at work, and the time that it has had."""
+
+    job: Job
+    events: Generator[Event]
+    used_s: float
+
+
+@dataclass
+class Counts:
+    """What the worker has done since its start."""
+
+    answered: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+WorkerState = Literal["loading", "ready", "failed", "stopped"]
+
+
+class Worker:
+    """Runs jobs on an engine that it loads itself; `start` begins, `close` ends it.
+
+    Jobs may be submitted while it loads. `engine` is None until it is loaded, `error` is why it
+    failed, `load_bytes` are those read and in all. `on_state` is called in the worker's thread when
+    `state` has changed; `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        *,
+        max_active: int = 4,
+        max_queued: int = MAX_QUEUED,
+        on_state: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.state: WorkerState = "loading"
+        self.error: Exception | None = None
+        self.engine: AnsweringEngine | None = None
+        self.load_bytes = (0, 0)
+        self.counts = Counts()
+        self._load = load
+        self._max_active = max_active
+        self._max_queued = max_queued
+        self._on_state = on_state
+        self._clock = clock
+        self._changed = Condition()
+        self._queue: deque[Job] = deque()
+        self._active: list[_Active] = []
+        self._is_stopping = False
+        self._thread = Thread(target=self._run, name="ds41-worker", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load, and then to work."""
+        self._thread.start()
+
+    def submit(self, request: Request) -> Job:
+        """Put a request at the end of the queue.
+
+        Raises Overloaded when the queue is full, Stopped when nothing is answered any more.
+        """
+        job = Job(request, self._drop)
+        with self._changed:
+            if self._is_stopping:
+                raise Stopped(_STOPPED)
+            if self.error is not None:
+                raise Stopped(_FAILED)
+            if len(self._queue) >= self._max_queued:
+                self.counts.refused += 1
+                raise Overloaded(
+                    f"{len(self._queue)} requests are waiting already: try again later"
+                )
+            self._queue.append(job)
+            self._changed.notify()
+        return job
+
+    def jobs(self) -> list[Job]:
+        """The jobs at work, then those that wait, in their order."""
+        with self._changed:
+            return [active.job for active in self._active] + list(self._queue)
+
+    def position(self, job: Job) -> int:
+        """How many jobs wait before this one, and it too; 0 when it does not wait."""
+        with self._changed:
+            return self._queue.index(job) + 1 if job in self._queue else 0
+
+    def stop(self) -> None:
+        """Refuse what comes, and end every answer with Stopped; what was computed is kept."""
+        with self._changed:
+            self._is_stopping = True
+            jobs = self.jobs()
+            self._queue.clear()
+            self._changed.notify()
+        for job in jobs:
+            job.is_cancelled = True
+            job.put(Failed(Stopped(_STOPPED)))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """`stop`, then wait until the engine is closed; False when it took too long."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _drop(self, job: Job) -> None:
+        """Take a cancelled job out of the queue; one at work is seen by the loop."""
+        with self._changed:
+            if job not in self._queue:
+                return
+            self._queue.remove(job)
+            self.counts.cancelled += 1
+        job.put(Failed(Cancelled("the answer was cancelled before it began")))
+
+    def _run(self) -> None:
+        try:
+            with self._load(self._report_load) as engine:
+                self.engine = engine
+                self._set_state("ready")
+                self._work(engine)
+                self._set_state("stopped")
+        except Exception as error:
+            if self._is_stopping and isinstance(error, Stopped):
+                self._set_state("stopped")
+                return
+            log.error("the worker has ended: %s", describe(error))
+            with self._changed:
+                self.error = error
+                jobs = self.jobs()
+                self._queue.clear()
+            self._set_state("failed")
+            for job in jobs:
+                job.put(Failed(Stopped(_FAILED)))
+
+    def _set_state(self, state: WorkerState) -> None:
+        self.state = state
+        self._on_state()
+
+    def _report_load(self, done_bytes: int, total_bytes: int) -> None:
+        self.load_bytes = (done_bytes, total_bytes)
+        if self._is_stopping:
+            raise Stopped(_STOPPED)
+
+    def _work(self, engine: AnsweringEngine) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self._active or self._is_stopping)
+                    if self._is_stopping:
+                        return
+                    self._admit(engine)
+                    # A cancelled one only has to end, which frees its place; of equal ones the
+                    # newest has waited for the other's chunk.
+                    newest_first = reversed(self._active)
+                    active = min(newest_first, key=lambda a: (not a.job.is_cancelled, a.used_s))
+                self._advance(active)
+        finally:
+            for active in [*self._active]:
+                self._leave(active)
+                active.job.put(Failed(Stopped(_STOPPED)))
+
+    def _admit(self, engine: AnsweringEngine) -> None:
+        while self._queue and len(self._active) < self._max_active:
+            job = self._queue.popleft()
+            events = engine.respond(
+                job.request,
+                on_progress=lambda progress, job=job: self._pass_on(job, progress),
+                cancelled=lambda job=job: job.is_cancelled,
+            )
+            least_s = min((active.used_s for active in self._active), default=0.0)
+            self._active.append(_Active(job, events, least_s))
+
+    def _advance(self, active: _Active) -> None:
+        """Let a job go on to its next event; whatever goes wrong is the end of this job alone."""
+        started_s = self._clock()
+        try:
+            event: JobEvent = next(active.events)
+        except Exception as error:
+            if not isinstance(error, BadRequest | Cancelled):
+                log.error("an answer failed: %s", describe(error))
+            event = Failed(error)
+        active.used_s += self._clock() - started_s
+        if isinstance(event, End | Failed):
+            self._leave(active)
+            self._count(event)
+        self._pass_on(active.job, event)
+
+    def _pass_on(self, job: Job, event: JobEvent) -> None:
+        job.put(event)
+        now_s = time.monotonic()
+        if not isinstance(event, Progress) or now_s - job.logged_s < _LOG_S:
+            return
+        job.logged_s = now_s
+        left_s = job.prefill_left_s
+        log.info(
+            "a prompt: %d of %d tokens read, %.0f/s, %s; %d waiting",
+            event.done_tokens,
+            event.total_tokens,
+            job.prefill_tokens_per_s,
+            "time left unknown" if left_s is None else f"{left_s:.0f} s left",
+            len(self._queue),
+        )
+
+    def _leave(self, active: _Active) -> None:
+        try:
+            active.events.close()
+        except Exception as error:
+            log.error("an answer could not be closed: %s", describe(error))
+        with self._changed:
+            self._active.remove(active)
+
+    def _count(self, event: End | Failed) -> None:
+        counts = self.counts
+        if isinstance(event, Failed):
+            counts.failed += 1
+            return
+        if event.finish_reason == "cancelled":
+            counts.cancelled += 1
+        else:
+            counts.answered += 1
+        counts.prompt_tokens += event.prompt_tokens
+        counts.cached_tokens += event.cached_tokens
+        counts.completion_tokens += event.completion_tokens
+        timings = event.timings
+        counts.prefill_s += timings.prefill_s
+        counts.decode_s += timings.decode_s
+        log.info(
+            "prompt %d tokens (%d cached), %.0f/s; answer %d tokens, %.1f/s; %s",
+            event.prompt_tokens,
+            event.cached_tokens,
+            timings.prefill_tokens_per_s,
+            event.completion_tokens,
+            timings.decode_tokens_per_s,
+            event.finish_reason,
+        )
+
+
+def describe(error: Exception) -> str:
+    """What a log may say of an error: never its text, where that could quote a prompt."""
+    kind = type(error).__name__
+    if isinstance(error, EngineError | OSError | MemoryError):
+        return f"{kind}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames[-4:])
+    # MLX reports what the device did as a RuntimeError.
+    return f"{kind}: {error} ({where})" if isinstance(error, RuntimeError) else f"{kind} ({where})"

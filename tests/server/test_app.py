@@ -1,0 +1,271 @@
+"""The application: probes, models, loading, overload, faults, and the end."""
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from mlx_engine.cli.main import app
+from mlx_engine.server.security import Access
+from mlx_engine.worker import AnsweringEngine
+from tests.scripted_engine import Course, ScriptedEngine
+from tests.server.support import (
+    PATIENCE_S,
+    Server,
+    messages_body,
+    on_port,
+    sent_events,
+    serving,
+    until,
+)
+
+
+@contextmanager
+def busy(**options: Any) -> Generator[tuple[Server, str, threading.Event]]:
+    """A server on a port, whose engine stands before each step until the event is set."""
+    go = threading.Event()
+    engine = ScriptedEngine(
+        "</think>Hello", before_step=lambda course: _assert(go.wait(PATIENCE_S))
+    )
+    with serving(engine, **options) as server, on_port(server.app) as address:
+        try:
+            yield server, address, go
+        finally:
+            go.set()
+
+
+def _assert(fact: bool) -> None:
+    assert fact
+
+
+def test_probes_and_models() -> None:
+    with serving(ScriptedEngine(), access=Access(api_key=None)) as server:
+        assert server.ask("HEAD", "/").status_code == 200
+        assert server.ask("HEAD", "/api/hello").status_code == 200
+        assert server.ask("GET", "/api/hello").json() == {"status": "ok"}
+        models = server.ask("GET", "/v1/models?limit=1000").json()
+        (model,) = models["data"]
+        # Both protocols' fields, and no name that is taken for one of Anthropic's.
+        assert model["type"] == model["object"] == "model" and models["object"] == "list"
+        assert not model["id"].startswith("claude-") and models["first_id"] == model["id"]
+        assert not models["has_more"]
+        for id in ("ds41", "claude-opus-4-6", "org/name"):
+            assert server.ask("GET", f"/v1/models/{id}").json() == model
+
+
+def test_any_model_is_served_and_the_answer_names_ours() -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        for model in ("claude-haiku-4-5", "gpt-5", "", None):
+            assert server.message(model=model)["model"] == "ds41"
+
+
+def test_every_answer_has_an_id_of_its_own() -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        answers = [
+            server.ask("GET", "/health"),
+            server.ask("GET", "/nothing"),
+            server.ask("POST", "/v1/messages", json=messages_body(stream=True)),
+            server.ask("POST", "/v1/messages", content="no JSON"),
+        ]
+        ids = [answer.headers["request-id"] for answer in answers]
+        assert len(set(ids)) == 4 and all(id.startswith("req_") for id in ids)
+        assert ids == [answer.headers["x-request-id"] for answer in answers]
+        assert answers[3].json()["request_id"] == ids[3]
+
+
+def test_errors_have_the_form_of_the_path() -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        nothing = server.ask("GET", "/nothing")
+        assert nothing.status_code == 404
+        assert nothing.json()["error"]["type"] == "not_found_error"
+        assert "type" not in nothing.json()
+        other = server.ask("GET", "/v1/messages")
+        assert other.status_code == 405 and other.json()["type"] == "error"
+        deep = server.ask("POST", "/v1/messages/batches", json={})
+        assert deep.status_code == 404 and deep.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_is_none_is_a_bad_request(number: str) -> None:
+    body = f'{{"model": "ds41", "input": "Hello", "temperature": {number}}}'
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        answer = server.ask("POST", "/v1/responses", content=body)
+    assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
+
+
+def test_the_port_answers_while_the_model_loads() -> None:
+    go = threading.Event()
+    engine = ScriptedEngine("</think>Hello")
+
+    @contextmanager
+    def load(on_progress: Callable[[int, int], None]) -> Generator[AnsweringEngine]:
+        on_progress(3, 10)
+        assert go.wait(PATIENCE_S)
+        yield engine
+
+    with serving(engine, load=load) as server, on_port(server.app) as address:
+        until(lambda: server.worker.load_bytes == (3, 10))
+        health = httpx.get(f"{address}/health", verify=False)
+        assert health.status_code == 503
+        assert health.json() == {"status": "loading", "loaded_bytes": 3, "total_bytes": 10}
+        body = messages_body()
+        count = httpx.post(f"{address}/v1/messages/count_tokens", json=body, verify=False)
+        assert count.status_code == 200
+        # A request waits for the model instead of being sent away.
+        url = f"{address}/v1/messages"
+        with httpx.stream(
+            "POST", url, json=body | {"stream": True}, timeout=30, verify=False
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "event: message_start"
+            go.set()
+            assert "event: message_stop" in [*lines]
+        assert httpx.get(f"{address}/health", verify=False).json() == {"status": "ready"}
+
+
+def test_a_full_queue_answers_529_and_when_to_come_back() -> None:
+    with busy(max_active=1, max_queued=1) as (server, address, go):
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        with (
+            httpx.stream("POST", url, json=body, timeout=30, verify=False) as first,
+            httpx.stream("POST", url, json=body, timeout=30, verify=False) as second,
+        ):
+            refused = httpx.post(url, json=body, timeout=30, verify=False)
+            assert refused.status_code == 529
+            assert refused.json()["error"]["type"] == "overloaded_error"
+            assert int(refused.headers["retry-after"]) in range(1, 61)
+            assert "jobs_waiting 1" in httpx.get(f"{address}/metrics", verify=False).text
+            go.set()
+            for response in (first, second):
+                assert sent_events(response.read().decode())[-1]["type"] == "message_stop"
+        assert server.worker.counts.refused == 1
+
+
+def test_counting_goes_on_beside_an_answer() -> None:
+    with busy() as (server, address, go):
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
+            until(lambda: bool(server.engine.courses))
+            counted = httpx.post(f"{url}/count_tokens", json=body, timeout=30, verify=False).json()
+            go.set()
+            *_, delta, _ = sent_events(response.read().decode())
+        usage = delta["usage"]
+        parts = [count for name, count in usage.items() if name.endswith("input_tokens")]
+        assert len(parts) == 3 and counted["input_tokens"] == sum(parts)
+
+
+def test_a_silent_engine_does_not_make_a_silent_stream() -> None:
+    with busy(keep_alive_s=0.01) as (_, address, go):
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
+            lines = response.iter_lines()
+            names = [next(lines) for _ in range(3 * 20)][::3]
+            assert names == ["event: message_start"] + ["event: ping"] * 19
+            go.set()
+            assert "event: message_stop" in [*lines]
+
+
+def test_the_end_of_the_server_ends_open_streams_with_an_error() -> None:
+    with busy(max_active=1) as (server, address, go):
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        with (
+            httpx.stream("POST", url, json=body, timeout=30, verify=False) as working,
+            httpx.stream("POST", url, json=body, timeout=30, verify=False) as waiting,
+        ):
+            until(lambda: bool(server.engine.courses))
+            server.worker.stop()
+            for response in (working, waiting):
+                last = sent_events(response.read().decode())[-1]
+                assert last["type"] == "error"
+                assert last["error"]["type"] == "overloaded_error"
+                assert last["request_id"] == response.headers["request-id"]
+        refused = httpx.post(url, json=body, timeout=30, verify=False)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        go.set()
+
+
+def test_metrics_count_what_was_done() -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        usages = [server.message()["usage"] for _ in range(2)]
+        text = server.ask("GET", "/metrics").text
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            values[name] = float(value)
+    assert values['ds41_requests_total{outcome="answered"}'] == 2
+    assert values["ds41_ready"] == 1 and values["ds41_jobs_active"] == 0
+    cached = sum(usage["cache_read_input_tokens"] for usage in usages)
+    assert values["ds41_cached_tokens_total"] == cached > 0
+    assert values["ds41_completion_tokens_total"] == sum(u["output_tokens"] for u in usages)
+    assert text.count("# TYPE") == text.count("# HELP") >= 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_our_own_is_an_answer_and_not_the_end(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise KeyError("words of a prompt")
+
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        monkeypatch.setattr("mlx_engine.server.messages_in.read", broken)
+        response = server.ask("POST", "/v1/messages", json=messages_body(stream=stream))
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "api_error"
+        assert "words" not in response.text + caplog.text and "KeyError" in caplog.text
+        monkeypatch.undo()
+        assert server.message()["stop_reason"] == "end_turn"
+
+
+def test_the_status_and_ps_tell_how_far_each_request_is() -> None:
+    key = "a key of ours"
+    go = threading.Event()
+
+    def wait_in_the_middle(course: Course) -> None:
+        if course.chunks_done == 2:
+            assert go.wait(PATIENCE_S)
+
+    engine = ScriptedEngine("</think>Hello", before_step=wait_in_the_middle, chunk_tokens=16)
+    access = Access(api_key=key)
+    with (
+        serving(engine, access=access, max_active=1) as server,
+        on_port(server.app) as address,
+    ):
+
+        def ps(*args: str) -> Result:
+            return CliRunner().invoke(app, ["ps", "--url", address, *args])
+
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        headers = {"x-api-key": key}
+        assert "nothing to do" in ps("--api-key", key).stdout
+        with (
+            httpx.stream("POST", url, json=body, headers=headers, verify=False) as first,
+            httpx.stream("POST", url, json=body, headers=headers, verify=False) as second,
+        ):
+            try:
+                until(lambda: bool(engine.courses) and engine.courses[0].chunks_done == 2)
+                until(lambda: len(server.worker.jobs()) == 2)
+                status = server.ask("GET", "/status", headers=headers).json()
+                assert status["state"] == "ready" and status["context_tokens"] == 100_000
+                working, waiting = status["jobs"]
+                n = len(engine.courses[0].call.token_ids)
+                assert (working["state"], working["position"]) == ("prefill", 0)
+                assert (working["read_tokens"], working["prompt_tokens"]) == (32, n)
+                assert (waiting["state"], waiting["position"]) == ("queued", 1)
+                result = ps("--api-key", key)
+                assert result.exit_code == 0 and "ready" in result.stdout
+                assert f"32 of {n}" in result.stdout and "waits, 1." in result.stdout
+            finally:
+                go.set()
+            for response in (first, second):
+                response.read()
+        wrong = ps("--api-key", "wrong")
+        assert wrong.exit_code == 2 and "the key is missing or wrong" in wrong.stderr
+    gone = CliRunner().invoke(app, ["ps", "--url", address])
+    assert gone.exit_code == 2 and "does not answer" in gone.stderr
+    assert len(gone.stderr.splitlines()) == 1

@@ -1,0 +1,75 @@
+"""The vendor's own client, over a socket of this machine, at the three OpenAI endpoints."""
+
+from typing import Any, cast
+
+import openai
+import pytest
+
+from mlx_engine.errors import DeviceError
+from tests.server.openai_events import ARGUMENTS, TOOL, answering, calls_of, openai_client
+
+SAID = f"why</think>so{calls_of('f')}"
+MESSAGES = cast(Any, [{"role": "user", "content": "Hi"}])
+
+
+def test_chat():
+    tools = cast(Any, [{"type": "function", "function": TOOL}])
+    with answering(SAID, SAID, DeviceError("lost")) as server, openai_client(server) as client:
+        whole = client.chat.completions.create(model="any", messages=MESSAGES, tools=tools)
+        message = whole.choices[0].message
+        assert message.content == "so" and message.tool_calls is not None
+        assert (message.model_extra or {})["reasoning_content"] == "why"
+        assert whole.choices[0].finish_reason == "tool_calls"
+        assert cast(Any, message.tool_calls[0]).function.arguments == ARGUMENTS
+        text = arguments = ""
+        last = None
+        stream = client.chat.completions.create(
+            model="any",
+            messages=MESSAGES,
+            tools=tools,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        for chunk in stream:
+            last = chunk
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                for call in choice.delta.tool_calls or ():
+                    assert call.function is not None
+                    arguments += call.function.arguments or ""
+        assert (text, arguments) == ("so", ARGUMENTS)
+        assert last is not None and last.usage is not None and whole.usage is not None
+        assert last.usage.total_tokens == whole.usage.total_tokens
+        with pytest.raises(openai.APIError):
+            list(client.chat.completions.create(model="any", messages=MESSAGES, stream=True))
+        with pytest.raises(openai.BadRequestError, match="one answer at a time"):
+            client.chat.completions.create(model="any", messages=MESSAGES, n=2)
+
+
+def test_completions():
+    with answering("upon a time") as server, openai_client(server) as client:
+        whole = client.completions.create(model="any", prompt="Once ", max_tokens=4)
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("upon", "length")
+        stream = client.completions.create(model="any", prompt="Once ", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "upon a time"
+
+
+def test_responses():
+    tools = cast(Any, [{"type": "function"} | TOOL])
+    with answering(SAID) as server, openai_client(server) as client:
+        whole = client.responses.create(model="any", input="Hi", tools=tools)
+        assert whole.output_text == "so"
+        assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+        assert cast(Any, whole.output[2]).arguments == ARGUMENTS
+        text = arguments = ""
+        with client.responses.stream(model="any", input="Hi", tools=tools) as stream:
+            for event in stream:
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                elif event.type == "response.function_call_arguments.delta":
+                    arguments += event.delta
+            final = stream.get_final_response()
+        assert (text, arguments) == ("so", ARGUMENTS)
+        assert final.output_text == "so"
+        assert final.usage is not None and whole.usage is not None
+        assert final.usage.total_tokens == whole.usage.total_tokens

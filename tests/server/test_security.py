@@ -1,0 +1,159 @@
+"""Who may use the server: keys, names, origins, sizes; and what the log keeps."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from mlx_engine.server.app import create_app
+from mlx_engine.server.security import Access, is_loopback
+from mlx_engine.server.service import Service
+from tests.scripted_engine import ScriptedEngine
+from tests.server.support import Server, messages_body, serving
+
+KEY = "a key of ours"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": KEY}, 200),
+        ({"authorization": f"Bearer {KEY}"}, 200),
+        ({"authorization": f"bearer {KEY}"}, 200),
+        ({"x-api-key": "wrong", "authorization": f"Bearer {KEY}"}, 200),
+        ({}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": KEY[:-1]}, 401),
+        ({"authorization": f"Basic {KEY}"}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"x-api-key": "schlüssel".encode()}, 401),
+    ],
+)
+def test_a_key_is_asked_for_in_either_form(headers: dict[str, Any], status: int) -> None:
+    with serving(ScriptedEngine("</think>Hello"), access=Access(api_key=KEY)) as server:
+        for method, path in (("POST", "/v1/messages"), ("GET", "/v1/models"), ("GET", "/metrics")):
+            response = server.ask(method, path, headers=headers, json=messages_body())
+            assert response.status_code == status
+            if status == 401:
+                error = response.json()["error"]
+                assert error["type"] == "authentication_error" and KEY not in response.text
+        assert len(server.engine.courses) == (status == 200)
+
+
+def test_probes_need_no_key() -> None:
+    with serving(ScriptedEngine(), access=Access(api_key=KEY)) as server:
+        for method, path in (("GET", "/health"), ("HEAD", "/"), ("GET", "/api/hello")):
+            assert server.ask(method, path).status_code == 200
+
+
+def test_every_path_asks_for_the_key_even_where_nothing_is() -> None:
+    with serving(ScriptedEngine(), access=Access(api_key=KEY)) as server:
+        assert server.ask("GET", "/nothing/here").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("localhost:8041", True),
+        ("LOCALHOST", True),
+        ("ds41.localhost:1", True),
+        ("127.0.0.1:8041", True),
+        ("[::1]:8041", True),
+        ("192.168.1.5", True),
+        ("mac.example", True),
+        ("evil.example", False),
+        ("localhost.evil.example:8041", False),
+        ("127.0.0.1.evil.example", False),
+        ("mac.example.evil.example", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+def test_a_foreign_name_is_refused(host: str, is_ours: bool) -> None:
+    access = Access(host_names=frozenset({"mac.example"}))
+    with serving(ScriptedEngine("</think>Hello"), access=access) as server:
+        response = server.ask("POST", "/v1/messages", headers={"host": host}, json=messages_body())
+        assert response.status_code == (200 if is_ours else 403)
+        assert len(server.engine.courses) == is_ours
+
+
+def test_any_name_will_do_where_a_key_protects() -> None:
+    with serving(ScriptedEngine(), access=Access(api_key=KEY, host_names=None)) as server:
+        headers = {"host": "mac.example", "x-api-key": KEY}
+        assert server.ask("GET", "/v1/models", headers=headers).status_code == 200
+
+
+def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
+    allowed = "https://app.example"
+    with serving(
+        ScriptedEngine("</think>Hello"), access=Access(origins=frozenset({allowed}))
+    ) as server:
+
+        def ask(method: str, origin: str) -> Any:
+            headers = {"origin": origin, "host": "localhost:8041"}
+            return server.ask(method, "/v1/messages", headers=headers, json=messages_body())
+
+        for origin in ("https://evil.example", "null", "http://localhost:9999"):
+            for method in ("POST", "OPTIONS"):
+                response = ask(method, origin)
+                assert response.status_code == 403
+                assert "access-control-allow-origin" not in response.headers
+        assert server.engine.courses == []
+        assert ask("POST", "http://localhost:8041").status_code == 200  # its own page
+        response = ask("POST", allowed)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == allowed
+        assert response.headers["vary"] == "origin"
+        response = ask("OPTIONS", allowed)
+        assert response.status_code == 204
+        assert "POST" in response.headers["access-control-allow-methods"]
+
+
+def test_a_body_beyond_the_limit_is_not_read() -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        small = Service(server.worker, server.engine.tokenizer, 100_000, max_body_bytes=1000)
+        limited = Server(create_app(small, Access()), small, server.engine)
+        body = messages_body(messages=[{"role": "user", "content": "x" * 2000}])
+        response = limited.ask("POST", "/v1/messages", json=body)
+        assert response.status_code == 413
+        assert response.json()["error"]["type"] == "request_too_large"
+        assert limited.ask("POST", "/v1/messages", json=messages_body()).status_code == 200
+
+        async def pieces() -> Any:  # sent in chunks, so that no length is announced
+            for _ in range(20):
+                yield b" " * 100
+
+        assert limited.ask("POST", "/v1/messages", content=pieces()).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("address", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.7", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.1.5", False),
+        ("mac.example", False),
+    ],
+)
+def test_which_addresses_only_this_machine_reaches(address: str, is_local: bool) -> None:
+    assert is_loopback(address) == is_local
+
+
+def test_the_log_holds_no_word_of_prompts_or_answers(caplog: pytest.LogCaptureFixture) -> None:
+    secret, answer = "zanzibar", "quetzal"
+    with caplog.at_level(logging.DEBUG), serving(ScriptedEngine(f"{answer}</think>{answer}")) as s:
+        message: dict[str, Any] = {"role": "user", "content": secret}
+        s.message(messages=[message], system=secret)
+        s.events(messages=[message], metadata={"user_id": secret})
+        for wrong in ({"role": secret, "content": secret}, {"role": "user", "content": [secret]}):
+            body = messages_body(messages=[wrong])
+            assert s.ask("POST", "/v1/messages", json=body).status_code == 400
+        assert s.ask("POST", "/v1/messages", content=secret).status_code == 400
+    ours = [record for record in caplog.records if record.name.startswith("mlx_engine")]
+    assert len(ours) >= 5
+    assert not [record for record in ours if secret in str(record.__dict__)]
+    assert not [record for record in ours if answer in str(record.__dict__)]

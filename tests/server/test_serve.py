@@ -1,0 +1,248 @@
+"""`ds41 serve` as a program, over the tiny model: its banner, its answers, its end."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import anthropic
+import pytest
+from typer.testing import CliRunner, Result
+
+from mlx_engine.cli.main import app
+from mlx_engine.errors import ModelFileError
+from mlx_engine.server.claude_code import environment
+from mlx_engine.server.serving import address_of, listen
+from mlx_engine.tiny import tiny_checkpoint
+from tests.server.support import PATIENCE_S, messages_body, sent_events
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.main import app; app()"]
+PATIENT_S = 120
+SECRET = "zanzibar"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that has the tiny model."""
+    directory = tmp_path_factory.mktemp("cache")
+    tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DS41_MODEL", "DS41_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS41_CACHE_DIR", str(cache))
+
+
+def ds41(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+@dataclass
+class Program:
+    """A server that runs; `variables` are those that it printed."""
+
+    process: subprocess.Popen[bytes]
+    variables: dict[str, str]
+    errors: str = ""
+
+    @property
+    def address(self) -> str:
+        return self.variables["ANTHROPIC_BASE_URL"]
+
+    @contextmanager
+    def client(self) -> Generator[anthropic.Anthropic]:
+        """As the printed variables tell."""
+        with anthropic.Anthropic(
+            base_url=self.address,
+            auth_token=self.variables["ANTHROPIC_AUTH_TOKEN"],
+            max_retries=0,
+            timeout=PATIENT_S,
+            http_client=anthropic.DefaultHttpxClient(verify=False, trust_env=False),
+        ) as client:
+            yield client
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=PATIENT_S)
+        self.errors = errors.decode()
+        return self.process.returncode
+
+
+@contextmanager
+def running(*args: str) -> Generator[Program]:
+    command = [*COMMAND, "serve", "--port", "0", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            variables: dict[str, str] = {}
+            for line in process.stdout:
+                match = re.fullmatch(r"export (\w+)=(\S+)", line.decode().strip())
+                if match:
+                    variables[match[1]] = match[2]
+                elif variables:
+                    break
+            assert variables, process.communicate()
+            yield Program(process, variables)
+        finally:
+            process.kill()
+
+
+def test_an_answer_by_the_printed_variables_and_an_end_by_ctrl_c() -> None:
+    with running() as program, program.client() as client:
+        options: dict[str, Any] = {
+            "model": program.variables["ANTHROPIC_MODEL"],
+            "max_tokens": 8,
+            "extra_body": {"temperature": 0},
+            "messages": [{"role": "user", "content": SECRET}],
+        }
+        # The model may still be loading.
+        first = create(client, **options)
+        assert first.stop_reason == "max_tokens" and first.usage.output_tokens == 8
+        counted = client.messages.count_tokens(model="ds41", messages=options["messages"])
+        with client.messages.stream(**options) as stream:
+            again = cast(anthropic.types.Message, stream.get_final_message())
+        assert said(again) == said(first)
+        cached: list[int] = []
+        for message in (first, again):
+            usage = message.usage
+            cached.append(usage.cache_read_input_tokens or 0)
+            created = usage.cache_creation_input_tokens or 0
+            assert usage.input_tokens + cached[-1] + created == counted.input_tokens
+        assert cached[0] == 0 and cached[1] > 0.9 * counted.input_tokens
+        context = int(program.variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"])
+        with pytest.raises(anthropic.BadRequestError, match=f"> {context - 1} maximum"):
+            client.messages.create(
+                model="ds41",
+                max_tokens=1,
+                messages=[{"role": "user", "content": "x" * context}],
+            )
+        assert program.stop(signal.SIGINT) == 0
+    assert "ready at " in program.errors and "stopped" in program.errors
+    assert program.errors.count("POST '/v1/messages' 200") == 2
+    assert SECRET not in program.errors and "Traceback" not in program.errors
+
+
+def create(client: anthropic.Anthropic, **options: Any) -> anthropic.types.Message:
+    return cast(anthropic.types.Message, client.messages.create(**options))
+
+
+def said(message: anthropic.types.Message) -> list[dict[str, Any]]:
+    return [block.model_dump(exclude={"signature"}) for block in message.content]
+
+
+def test_a_signal_ends_an_open_stream_with_an_error_event() -> None:
+    with running() as program:
+        url = urlsplit(program.address)
+        connection = http.client.HTTPConnection(url.netloc, timeout=PATIENT_S)
+        body = json.dumps(messages_body(stream=True, max_tokens=100_000))
+        connection.request("POST", "/v1/messages", body)
+        response = connection.getresponse()
+        start = b""
+        while b"thinking_delta" not in start:
+            start += response.read1()
+        assert program.stop() == 0
+        events = sent_events((start + response.read()).decode())
+        connection.close()
+    assert events[0]["type"] == "message_start"
+    assert events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "overloaded_error"
+    assert "Traceback" not in program.errors
+
+
+def test_a_restart_goes_on_from_the_disk(tmp_path: Path) -> None:
+    body: dict[str, Any] = {
+        "model": "ds41",
+        "max_tokens": 6,
+        "extra_body": {"temperature": 0},
+        "messages": [{"role": "user", "content": "word " * 60}],
+    }
+    options = ("--kv-disk-dir", str(tmp_path / "kv"), "--dtype", "float32", "--quiet")
+    answers: list[anthropic.types.Message] = []
+    for _ in range(2):
+        with running(*options) as program, program.client() as client:
+            answers.append(create(client, **body))
+            assert program.stop() == 0
+            assert "POST" not in program.errors
+    first, second = answers
+    assert first.usage.cache_read_input_tokens == 0
+    assert (second.usage.cache_read_input_tokens or 0) > 0
+    assert said(first) == said(second)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--host", "192.168.7.7"], "--api-key"),
+        (["--api-key", " "], "the API key is empty"),
+        (["--port", "65536"], "--port"),
+        (["--max-queued", "0"], "--max-queued"),
+        (["--kv-disk-space", "much"], "the size 'much' cannot be read"),
+        (["--ctx", "0"], "the context is 0 tokens"),
+        (["--model", "absent"], "absent"),
+        (["--host", "127.0.0.300", "--api-key", "k"], "127.0.0.300 port 8041 cannot be served"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(args: list[str], says: str) -> None:
+    result = ds41("serve", *args)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert says in result.stderr and "Traceback" not in result.output
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = ds41("serve", "--port", str(port))
+    assert result.exit_code == 2
+    assert f"127.0.0.1 port {port} cannot be served" in result.stderr
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise ModelFileError("shard 3 is damaged: fetch it again")
+
+    monkeypatch.setattr("mlx_engine.loading.OpenModel.load", load)
+    result = ds41("serve", "--port", "0")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "ds41: shard 3 is damaged: fetch it again"
+
+
+def test_the_help_names_what_there_is_and_waits_for_nothing() -> None:
+    report = "import atexit, sys\natexit.register(lambda: print('slow:', *slow & {*sys.modules}))\n"
+    slow = "slow = {'mlx.core', 'uvicorn', 'fastapi'}\n"
+    code = f"{report}{slow}from mlx_engine.cli.main import app; app(['serve', '--help'])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    for word in ("/v1/messages", "/health", "/metrics", "Ctrl-C", "--api-key", "DS41_MODEL"):
+        assert word in run.stdout
+    assert run.stdout.splitlines()[-1].split() == ["slow:"]
+
+
+def test_addresses_are_those_that_reach_the_server() -> None:
+    with listen("0.0.0.0", 0) as everywhere:
+        port = everywhere.getsockname()[1]
+        assert address_of(everywhere) == f"http://127.0.0.1:{port}"
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S):
+            pass
+
+
+def test_the_variables_for_claude_code_name_the_window() -> None:
+    variables = environment("http://127.0.0.1:1", "ds41", 262_144, "key")
+    assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "262144"
+    assert variables["ANTHROPIC_AUTH_TOKEN"] == "key"
+    # Claude Code takes such a name for one of Anthropic's, and its window with it.
+    assert not variables["ANTHROPIC_MODEL"].startswith("claude-")
+    assert all(os.fsencode(value).isascii() for value in variables.values())
