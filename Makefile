@@ -10,7 +10,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 # The folders that pyproject.toml maps into mlx_engine.
-MAPPED := cli metal
+MAPPED := cli diskcache metal
 
 ifneq ($(shell command -v uv 2>/dev/null),)
 PYTHON ?= >=3.11,<3.14
@@ -50,7 +50,7 @@ check: $(VENV)/.dev types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q -m "not model and not slow"
+	$(BIN)/python -m pytest -q -m "not model and not slow and not gpu"
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

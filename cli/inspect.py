@@ -4,13 +4,14 @@ Reads `config.json`, the index and the shards' headers, never a weight.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
 from mlx_engine import memory
 from mlx_engine.checkpoint import find_problems, owners_of, problems_error
+from mlx_engine.cli.table import table
 from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import load_config
 from mlx_engine.errors import EngineError, ModelFileError
@@ -65,7 +66,7 @@ def _inventory(config: ModelConfig, listing: Listing) -> Iterator[str]:
     rows = [("", "tensors", "bytes", "kept in")]
     rows += [(t, f"{tensors[t]:,}", f"{n_bytes[t]:,}", place.get(t, "")) for t in titles]
     rows.append(("total", f"{tensors.total():,}", f"{n_bytes.total():,}", ""))
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _memory(config: ModelConfig, machine: memory.MachineMemory) -> Iterator[str]:
@@ -73,7 +74,7 @@ def _memory(config: ModelConfig, machine: memory.MachineMemory) -> Iterator[str]
     needed = memory.needs(config, context_tokens)
     per_token = memory.growing_bytes_per_token(config)
     windows = memory.format_bytes(memory.window_bytes(config))
-    yield from _table(
+    yield from table(
         [
             ("", "bytes", ""),
             ("weights in memory", f"{needed.weights_bytes:,}", ""),
@@ -94,12 +95,3 @@ def _memory(config: ModelConfig, machine: memory.MachineMemory) -> Iterator[str]
         yield "This machine can hold the model at its full context."
     except EngineError as error:
         yield f"This machine cannot hold the model at its full context: {error}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligned lines: the first and last columns to the left, numbers between to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *numbers, last in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
-        yield "  ".join([*cells, last]).rstrip()

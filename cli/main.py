@@ -17,8 +17,12 @@ from typer.core import TyperGroup
 
 import mlx_engine
 from mlx_engine.cli.bench import bench_app
+from mlx_engine.cli.cache import cache_app
 from mlx_engine.cli.download import download_command
+from mlx_engine.cli.launch import launch_app
+from mlx_engine.cli.ps import ps_command
 from mlx_engine.cli.run import run_command
+from mlx_engine.cli.serve import serve_command
 from mlx_engine.errors import EngineError
 
 
@@ -95,8 +99,12 @@ def _ds41(  # pyright: ignore[reportUnusedFunction]
 
 
 app.command("run")(run_command)
+app.command("serve")(serve_command)
+app.command("ps")(ps_command)
 app.command("download")(download_command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
+app.add_typer(launch_app, name="launch")
 
 
 @app.command("inspect")

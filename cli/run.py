@@ -5,25 +5,27 @@ part, the work the library's. Nothing heavy is imported before the command runs.
 """
 
 import json
-import os
 import signal
 import sys
-from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from threading import Event as Flag
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mlx_engine.cli.folders import cache_directory, expanded
+from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest
 from mlx_engine.prompt import Effort
 
 if TYPE_CHECKING:
     from mlx_engine.respond import End
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_command(
@@ -81,9 +83,21 @@ def run_command(
         Literal["short", "full"],
         typer.Option(help="full runs all layers on all of the prompt, for comparison."),
     ] = "short",
+    kv_disk_dir: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|none",
+            help="Keep on disk what reading the prompt has computed, so that a later run whose "
+            "prompt begins the same starts at once; private to you, but it can be turned back "
+            "into the text.",
+        ),
+    ] = "none",
+    kv_disk_space: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most that all files of that folder may take.")
+    ] = SPACE,
 ) -> None:
     """Answer a prompt: text to stdout, reasoning, progress and statistics to stderr."""
-    from mlx_engine.engine import open_model
+    from mlx_engine.loading import open_model
     from mlx_engine.respond import Request
     from mlx_engine.sampling import Sampling
 
@@ -98,40 +112,38 @@ def run_command(
         stop=stop or (),
         raw=raw,
     )
+    kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     terminal = Terminal(is_streaming=not as_json)
     directory = model or _tiny_model()
-    with terminal.loading() as on_progress:
-        opened = open_model(expanded(directory), context_tokens=ctx)
-        opened.check(request)
-        engine = opened.load(
-            dtype, prefill=prefill, cache_dir=cache_directory(), on_progress=on_progress
+    with ExitStack() as stack:
+        # Before the cache, so that what waits for the disk is written under its eyes.
+        signals = stack.enter_context(Signals.noted())
+        with terminal.loading() as on_progress:
+            opened = open_model(expanded(directory), context_tokens=ctx)
+            opened.check(request)
+            disk_cache = stack.enter_context(
+                kv_disk(opened, dtype, kv_folder, kv_space_bytes, signals.numbers)
+            )
+            engine = opened.load(
+                dtype,
+                prefill=prefill,
+                disk_cache=disk_cache,
+                cache_dir=cache_directory(),
+                on_progress=on_progress,
+            )
+        terminal.fast_paths(engine.fast_paths)
+        stack.enter_context(engine)
+        signals.are_awaited = True
+        events = engine.respond(
+            request, on_progress=terminal.prefill, cancelled=lambda: bool(signals.numbers)
         )
-    terminal.fast_paths(engine.fast_paths)
-    with engine, _first_ctrl_c() as cancelled:
-        events = engine.respond(request, on_progress=terminal.prefill, cancelled=cancelled)
         with closing(events):
             end = terminal.show(events)
-    if as_json:
-        typer.echo(_json(end, terminal.load_s))
-    terminal.statistics(end)
+        if as_json:
+            typer.echo(_json(end, terminal.load_s))
+        terminal.statistics(end)
     if end.finish_reason == "cancelled":
-        raise typer.Exit(130)
-
-
-def cache_directory() -> Path:
-    """The folder for what can be made again: DS41_CACHE_DIR, or the user's cache folder."""
-    import platformdirs
-
-    named = os.environ.get("DS41_CACHE_DIR")
-    return expanded(Path(named)) if named else platformdirs.user_cache_path("ds41")
-
-
-def expanded(path: Path) -> Path:
-    """The path with `~` filled in; raises BadRequest where nobody has that home."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise BadRequest(f"{path} cannot be found: {error}") from None
+        raise typer.Exit(128 + signals.numbers[0])
 
 
 def _tiny_model() -> Path:
@@ -157,21 +169,36 @@ def _read_stdin() -> str:
     return text.removesuffix("\n")  # the shell's, not the prompt's
 
 
-@contextmanager
-def _first_ctrl_c() -> Generator[Callable[[], bool]]:
-    """Make the first Ctrl-C a flag, asked for between tokens; the second ends the program."""
-    flag = Flag()
+class Signals:
+    """The Ctrl-C and SIGTERM that came.
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if flag.is_set():
-            raise KeyboardInterrupt
-        flag.set()
+    One that is awaited is asked for between tokens: the answer so far is written, and so is what
+    the disk cache has waiting. Any other ends the program, and so does the second one.
+    """
 
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield flag.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.are_awaited = False
+
+    @classmethod
+    @contextmanager
+    def noted(cls) -> "Generator[Signals]":
+        """Note signals until the context is left."""
+        signals = cls()
+        before = {number: signal.signal(number, signals._note) for number in _SIGNALS}
+        try:
+            yield signals
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.numbers.append(number)
+        if self.are_awaited and len(self.numbers) == 1:
+            return
+        if number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+        raise KeyboardInterrupt
 
 
 def _json(end: "End", load_s: float) -> str:

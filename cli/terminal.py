@@ -52,9 +52,9 @@ class Terminal:
 
     def fast_paths(self, paths: "FastPaths") -> None:
         """Write one line that says what computes on this machine."""
-        line = "no Metal kernels, this machine computes with MLX's own operations"
+        line = "no GPU kernels, this machine computes with MLX's own operations"
         if paths.on:
-            line = f"Metal kernels for {', '.join(paths.on)}"
+            line = f"GPU kernels for {', '.join(paths.on)}"
             line += f"; MLX's own operations for {', '.join(paths.off)}" if paths.off else ""
         typer.echo(f"ds41: {line}", err=True)
 
@@ -67,6 +67,7 @@ class Terminal:
 
     def show(self, events: "Iterable[Event]") -> "End":
         """Write reasoning and answer as they come, and return the end."""
+        from mlx_engine.answer import ReasoningDelta, TextDelta
         from mlx_engine.respond import End, Progress
 
         try:
@@ -76,7 +77,7 @@ class Terminal:
                 elif isinstance(event, End):
                     self._end_line()
                     return event
-                else:
+                elif isinstance(event, ReasoningDelta | TextDelta):
                     self._close_bar()
                     if self._is_streaming:
                         self._write(event)

@@ -97,7 +97,7 @@ def test_a_failure_of_the_engine_is_one_line(
 
     for step in ("load", "check", "open"):
         monkeypatch.setattr(FakeModel, step, fail)
-        monkeypatch.setattr("mlx_engine.engine.open_model", FakeModel(FakeEngine()).open)
+        monkeypatch.setattr("mlx_engine.loading.open_model", FakeModel(FakeEngine()).open)
         assert_one_line(ds41("run", "Hi"), "it broke here: do that")
 
 
@@ -161,11 +161,11 @@ def test_another_missing_module_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
 
 # A program of its own, for what needs real streams: a load that reports, a prompt in two chunks.
 PROGRAM = """
-import mlx_engine.engine
+import mlx_engine.loading
 from mlx_engine.cli.main import app
 from tests.fake_engine import FakeEngine, FakeModel
 
-mlx_engine.engine.open_model = FakeModel(FakeEngine({said!r}, chunk_tokens=50)).open
+mlx_engine.loading.open_model = FakeModel(FakeEngine({said!r}, chunk_tokens=50)).open
 app()
 """
 
@@ -183,7 +183,7 @@ def test_a_closed_pipe_ends_quietly():
         assert program.stdout.read(2) == b"so"
         program.stdout.close()
         (line,) = program.stderr.read().splitlines()
-        assert line.startswith(b"ds41: no Metal kernels")
+        assert line.startswith(b"ds41: no GPU kernels")
         assert program.wait(60) == 1
 
 

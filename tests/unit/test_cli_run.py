@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mlx_engine.cli import run
+from mlx_engine.cli import folders
 from mlx_engine.cli.main import app
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.ops.launch import FastPaths
@@ -36,13 +36,18 @@ def call_of(model: FakeModel) -> Call:
     return call
 
 
-NO_KERNELS = "ds41: no Metal kernels, this machine computes with MLX's own operations"
+NO_KERNELS = "ds41: no GPU kernels, this machine computes with MLX's own operations"
 
 
 def prompt_ids(text: str, effort: Any = "high", system: str | None = None) -> tuple[int, ...]:
     messages = [Message("system", system)] if system is not None else []
     conversed = conversation([*messages, Message("user", text)], effort)
     return encode(conversed, tiny_tokenizer()).token_ids
+
+
+def loaded_with(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    defaults = {"prefill": "short", "disk_cache": None, "cache_dir": tmp_path / "cache"}
+    return defaults | options
 
 
 def test_answer_to_stdout_and_the_rest_to_stderr(model: FakeModel):
@@ -65,8 +70,8 @@ def test_answer_to_stdout_and_the_rest_to_stderr(model: FakeModel):
 @pytest.mark.parametrize(
     ("on", "off", "line"),
     [
-        (("attention", "mhc"), (), "Metal kernels for attention, mhc"),
-        (("mhc",), ("linear",), "Metal kernels for mhc; MLX's own operations for linear"),
+        (("attention", "mhc"), (), "GPU kernels for attention, mhc"),
+        (("mhc",), ("linear",), "GPU kernels for mhc; MLX's own operations for linear"),
     ],
 )
 def test_which_kernels_compute_is_said(
@@ -92,7 +97,7 @@ def test_defaults_are_the_vendors_and_high_effort(model: FakeModel, tmp_path: Pa
     assert model.opened == [(tmp_path / "model", None)]
     assert model.checked == [Request("Hi")]
     # The fake also tells how far it is, were there a terminal to draw on.
-    assert model.loaded == [("bfloat16", {"prefill": "short", "cache_dir": tmp_path / "cache"})]
+    assert model.loaded == [("bfloat16", loaded_with(tmp_path))]
 
 
 def test_values_on_the_command_line_win(model: FakeModel, tmp_path: Path):
@@ -106,7 +111,7 @@ def test_values_on_the_command_line_win(model: FakeModel, tmp_path: Path):
     sampling = Sampling(temperature=0.5, top_p=0.9, min_p=0.1, seed=4)
     assert call_of(model) == Call(prompt_ids("Hi", "low", "Be brief."), 20, sampling)
     assert model.opened == [(tmp_path / "other", 500)]
-    assert model.loaded == [("float32", {"prefill": "full", "cache_dir": tmp_path / "cache"})]
+    assert model.loaded == [("float32", loaded_with(tmp_path, prefill="full"))]
 
 
 def test_zero_is_a_value(model: FakeModel):
@@ -154,6 +159,9 @@ def test_json_is_one_object(model: FakeModel):
             "bytes_read": 264 * 12,
         },
         "finish_reason": "stop",
+        "tool_calls": [],
+        "stop_string": None,
+        "reasoning_tokens": 5,
     }
     assert set(timings) == {
         *("load_s", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s")
@@ -186,14 +194,22 @@ def test_a_tiny_model_where_none_is_named(
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch):
     platformdirs = pytest.importorskip("platformdirs")
     monkeypatch.setenv("DS41_CACHE_DIR", "")
-    assert run.cache_directory() == platformdirs.user_cache_path("ds41")
+    assert folders.cache_directory() == platformdirs.user_cache_path("ds41")
     monkeypatch.setenv("DS41_CACHE_DIR", "~/x")
-    assert run.cache_directory() == Path.home() / "x"
+    assert folders.cache_directory() == Path.home() / "x"
 
 
-def interrupting(*at: int) -> Callable[[int], None]:
-    """Press Ctrl-C before these tokens are made."""
-    return lambda n: signal.raise_signal(signal.SIGINT) if n in at else None
+def test_a_size_that_is_none_is_one_line(model: FakeModel):
+    result = ds41("run", "Hi", "--kv-disk-space", "much")
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line == "ds41: the size 'much' cannot be read: write it as in 64GB or 500MB"
+    assert model.opened == []
+
+
+def interrupting(at: int, number: int = signal.SIGINT) -> Callable[[int], None]:
+    """Press Ctrl-C before this token is made."""
+    return lambda n: signal.raise_signal(number) if n == at else None
 
 
 def test_a_failure_to_write_stops_the_engine(model: FakeModel, monkeypatch: pytest.MonkeyPatch):
@@ -225,6 +241,15 @@ def test_ctrl_c_ends_with_what_was_said(model: FakeModel, as_json: bool):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_request_to_end_is_obeyed_like_ctrl_c(model: FakeModel):
+    before = signal.getsignal(signal.SIGTERM)
+    model.engine = FakeEngine(SAID, before_token=interrupting(8, signal.SIGTERM))
+    result = ds41("run", "Hi")
+    assert (result.exit_code, result.stdout) == (128 + signal.SIGTERM, "so\ufffd\n")
+    assert model.engine.is_closed and model.engine.is_left
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_second_ctrl_c_does_not_wait(model: FakeModel):
     def twice(n: int) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -235,6 +260,33 @@ def test_a_second_ctrl_c_does_not_wait(model: FakeModel):
     assert result.exit_code == 130
     assert (result.output, model.engine.tokens_made) == (f"{NO_KERNELS}\n", 0)
     assert model.engine.is_closed and model.engine.is_left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_end_is_written_ends_nothing(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    left = FakeEngine.__exit__
+
+    def interrupted(self: FakeEngine, *args: Any) -> None:
+        signal.raise_signal(number)
+        left(self, *args)
+
+    monkeypatch.setattr(FakeEngine, "__exit__", interrupted)
+    result = ds41("run", "Hi")
+    assert result.exit_code == 0
+    assert model.engine.is_left
+
+
+def test_a_request_to_end_while_loading(monkeypatch: pytest.MonkeyPatch):
+    def load(*args: Any, **options: Any) -> FakeEngine:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("still loading")
+
+    monkeypatch.setattr(FakeModel, "load", load)
+    before = signal.getsignal(signal.SIGTERM)
+    assert ds41("run", "Hi").exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ctrl_c_while_loading(monkeypatch: pytest.MonkeyPatch):
