@@ -32,6 +32,8 @@ def _long_session(subject: Subject, tokens: int) -> Session:
     for window in state.windows:
         window.end += tokens - state.position
     state.position = tokens
+    session.restore([0] * tokens, state)
+    session.checkpoints.clear()
     # Two steps: the first may grow a buffer, and an open group closes.
     for token_id in (5, 6):
         mx.eval(session.step(token_id))
@@ -69,7 +71,7 @@ def _rewind(session: Session) -> None:
     _keep_checkpoint(session)
     for token_id in (4, 5, 6):
         mx.eval(session.step(token_id))
-    session.state.rewind(session.checkpoints[-1])
+    session.rewind(session.checkpoints[-1].position)
 
 
 def _export(session: Session) -> None:

@@ -54,6 +54,7 @@ def decode_step(config: ModelConfig, context_tokens: int, sampling: Sampling) ->
         model = Model(config, lay_out_weights(config, take), mx.bfloat16)
         session = Session(model, engram)
         _fill(session.state, config, context_tokens, take)
+        session.restore([0] * context_tokens, session.state)
         token = Sampler(sampling)(session.step(0))
         return [token, *session.state.arrays()]
 
