@@ -30,7 +30,14 @@ def kernels_in(value: Any) -> Iterator[Kernel]:
             yield from kernels_in(part)
 
 
-KERNELS = {k for m in OPS for _, value in inspect.getmembers(m) for k in kernels_in(value)}
+# Those written for CUDA run nowhere else.
+KERNELS = {
+    kernel
+    for module in OPS
+    for _, value in inspect.getmembers(module)
+    for kernel in kernels_in(value)
+    if not kernel.is_native
+}
 FAMILIES = sorted({kernel.family for kernel in KERNELS})
 
 
