@@ -11,17 +11,16 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+from mlx_engine.cache_file import read_sealed, write_sealed
 from mlx_engine.checkpoint import Checkpoint
-from mlx_engine.errors import ModelFileError
+from mlx_engine.errors import CacheCorrupt, ModelFileError
 
 Pieces: TypeAlias = list[tuple[int, int]]
 
@@ -43,7 +42,6 @@ _GAP_BYTES = 4096
 
 # Part of the memo's digest: raise it when a shard's digest is made in another way.
 _MEMO_VERSION = b"ds41 shard digests 2"
-_DIGEST_BYTES = 32
 # A file may change again within the clock tick of its last change, and its times not tell.
 _SETTLED_NS = 2 * 10**9
 _READERS = 8
@@ -166,27 +164,13 @@ def _memo_path(directory: Path, cache_dir: Path) -> Path:
 def _read_memo(path: Path) -> dict[str, str]:
     """The digests in a memo; none where it is absent, damaged or of another version."""
     try:
-        data = path.read_bytes()
-    except OSError:
+        return cast("dict[str, Any]", json.loads(read_sealed(path, _MEMO_VERSION)))
+    except (OSError, CacheCorrupt):
         return {}
-    text = data[_DIGEST_BYTES:]
-    if data[:_DIGEST_BYTES] != hashlib.sha256(_MEMO_VERSION + text).digest():
-        return {}
-    return cast("dict[str, Any]", json.loads(text))
 
 
 def _write_memo(path: Path, digests: Mapping[str, str]) -> None:
-    text = json.dumps(digests).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(hashlib.sha256(_MEMO_VERSION + text).digest() + text)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_sealed(path, _MEMO_VERSION, json.dumps(digests).encode())
     except OSError as error:
         log.warning("the digests of the shards are not kept, %s: %s", path, error.strerror)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_engine.errors import ModelFileError
+from mlx_engine.cache_file import read_sealed, write_sealed
+from mlx_engine.errors import CacheCorrupt, ModelFileError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,7 +25,6 @@ log = logging.getLogger(__name__)
 
 # Part of the cache file's digest: raise it when the rule changes.
 _CACHE_VERSION = b"ds41 token map 1"
-_DIGEST_BYTES = 32
 
 # Stands for a text that is a lone space while the ends of the others are stripped.
 _LONE_SPACE = "\ue000"
@@ -114,38 +111,22 @@ def _parse(source: bytes, path: Path) -> Tokenizer:
         ) from error
 
 
-def _digest(source_digest: bytes, payload: bytes) -> bytes:
-    return hashlib.sha256(_CACHE_VERSION + source_digest + payload).digest()
-
-
 def _read_cache(path: Path, source_digest: bytes) -> NDArray[np.int32] | None:
     """Return the cached map, or None where there is none that passes its digest."""
     try:
-        data = path.read_bytes()
+        payload = read_sealed(path, _CACHE_VERSION + source_digest)
     except OSError:
         return None
-    payload = data[_DIGEST_BYTES:]
-    if data[:_DIGEST_BYTES] != _digest(source_digest, payload):
+    except CacheCorrupt:
         log.warning("the token map in %s is damaged, it is built anew", path)
         return None
     return np.frombuffer(payload, "<i4").astype(np.int32)
 
 
 def _write_cache(path: Path, source_digest: bytes, token_map: NDArray[np.int32]) -> None:
-    """Put digest and map (little-endian int32) in place whole, or warn and leave nothing."""
-    payload = token_map.astype("<i4").tobytes()
+    """Put the map (little-endian int32) in place whole, or warn and leave nothing."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(_digest(source_digest, payload) + payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        payload = token_map.astype("<i4").tobytes()
+        write_sealed(path, _CACHE_VERSION + source_digest, payload)
     except OSError as error:
         log.warning("the token map is not cached, %s: %s", path, error.strerror)

@@ -26,7 +26,7 @@ LOCK_FILES = ("requirements.lock", "requirements-dev.lock")
 # Low to high. A module imports from its own row and the rows above it in this table.
 RANKS = (
     ("errors",),
-    ("diskcache",),
+    ("diskcache", "cache_file"),
     ("config", "layer_plan", "config_file", "formats"),
     ("inventory", "shards", "weights", "memory"),
     ("token_ids", "token_map", "tokenizer", "engram", "engram_table"),

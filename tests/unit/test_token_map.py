@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
+from mlx_engine import cache_file
 from mlx_engine import token_map as token_map_module
 from mlx_engine.errors import ModelFileError
 from mlx_engine.token_map import build_token_map, load_token_map
@@ -157,7 +158,7 @@ def test_failed_write_leaves_nothing_behind(
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_map_module.os, "fsync", full)
+    monkeypatch.setattr(cache_file.os, "fsync", full)
     cache = tokenizer_path.parent / "cache"
     assert load_token_map(tokenizer_path, cache, 6).tolist() == FOLDED
     assert list(cache.iterdir()) == []
