@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import typer
+
 from mlx_engine.errors import BadRequest
 
 
@@ -12,6 +14,20 @@ def cache_directory() -> Path:
 
     named = os.environ.get("DS41_CACHE_DIR")
     return expanded(Path(named)) if named else platformdirs.user_cache_path("ds41")
+
+
+def model_directory(named: Path | None) -> Path:
+    """The checkpoint that was named, or a tiny random one in the cache folder, which is said."""
+    if named is not None:
+        return expanded(named)
+    from mlx_engine.tiny import tiny_checkpoint
+
+    directory = tiny_checkpoint(cache_directory())
+    typer.echo(
+        "ds41: without --model or DS41_MODEL a tiny random model answers, its words mean nothing",
+        err=True,
+    )
+    return directory
 
 
 def expanded(path: Path) -> Path:

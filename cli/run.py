@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mlx_engine.cli.folders import cache_directory, expanded
+from mlx_engine.cli.folders import cache_directory, model_directory
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest
@@ -114,12 +114,12 @@ def run_command(
     )
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     terminal = Terminal(is_streaming=not as_json)
-    directory = model or _tiny_model()
+    directory = model_directory(model)
     with ExitStack() as stack:
         # Before the cache, so that what waits for the disk is written under its eyes.
         signals = stack.enter_context(Signals.noted())
         with terminal.loading() as on_progress:
-            opened = open_model(expanded(directory), context_tokens=ctx)
+            opened = open_model(directory, context_tokens=ctx)
             opened.check(request)
             disk_cache = stack.enter_context(
                 kv_disk(opened, dtype, kv_folder, kv_space_bytes, signals.numbers)
@@ -144,17 +144,6 @@ def run_command(
         terminal.statistics(end)
     if end.finish_reason == "cancelled":
         raise typer.Exit(128 + signals.numbers[0])
-
-
-def _tiny_model() -> Path:
-    from mlx_engine.tiny import tiny_checkpoint
-
-    directory = tiny_checkpoint(cache_directory())
-    typer.echo(
-        "ds41: without --model or DS41_MODEL a tiny random model answers, its words mean nothing",
-        err=True,
-    )
-    return directory
 
 
 def _read_stdin() -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mlx_engine.cli.folders import cache_directory, expanded
+from mlx_engine.cli.folders import cache_directory, model_directory
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
 from mlx_engine.errors import BadRequest
 
@@ -120,7 +120,7 @@ def serve_command(
             f"{host} can be reached from other machines: ask them for a key by --api-key"
         )
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
-    opened = open_model(expanded(model or _tiny_model()), context_tokens=ctx)
+    opened = open_model(model_directory(model), context_tokens=ctx)
     listener = listen(host, port)
 
     @contextmanager
@@ -171,11 +171,3 @@ def _greet(opened: "OpenModel", address: str, model_id: str, *, has_key: bool) -
 
 def _say(message: str) -> None:
     typer.echo(f"ds41: {message}", err=True)
-
-
-def _tiny_model() -> Path:
-    from mlx_engine.tiny import tiny_checkpoint
-
-    directory = tiny_checkpoint(cache_directory())
-    _say("without --model or DS41_MODEL a tiny random model answers, its words mean nothing")
-    return directory

@@ -52,7 +52,7 @@ def router(service: Service) -> APIRouter:
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
         body = await json_object(http, service.max_body_bytes)
         is_streamed = openai_in.is_true(body, "stream")
-        has_usage = _includes_usage(body)
+        has_usage = openai_in.includes_usage(body)
         job = service.submit(await service.encode(lambda: read(body)))
         chunks = ChatChunks(service.model_id, has_usage=has_usage)
         if is_streamed:
@@ -98,13 +98,6 @@ def read(body: Object) -> Request:
         stop=openai_in.stop_strings(body),
         starts_in_call=tool,
         parallel_calls=openai_in.is_parallel(body),
-    )
-
-
-def _includes_usage(body: Object) -> bool:
-    options = body.get("stream_options")
-    return options is not None and openai_in.is_true(
-        as_object(options, "stream_options"), "include_usage"
     )
 
 

@@ -17,7 +17,7 @@ from mlx_engine.respond import End, Event
 from mlx_engine.server import openai_in
 from mlx_engine.server.body import json_object, note_unknown
 from mlx_engine.server.errors import request_id
-from mlx_engine.server.openai_in import Object, as_object
+from mlx_engine.server.openai_in import Object
 from mlx_engine.server.openai_out import FINISH_REASONS, ChunkStream, new_id, now_s, usage
 from mlx_engine.server.service import Encoded, Service
 from mlx_engine.server.sse import EventStream, whole
@@ -46,10 +46,7 @@ def router(service: Service) -> APIRouter:
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
         body = await json_object(http, service.max_body_bytes)
         is_streamed = openai_in.is_true(body, "stream")
-        options = body.get("stream_options")
-        has_usage = options is not None and openai_in.is_true(
-            as_object(options, "stream_options"), "include_usage"
-        )
+        has_usage = openai_in.includes_usage(body)
         is_echoed = openai_in.is_true(body, "echo")
         encoded = await service.encode(lambda: read(body))
         job = service.submit(_within(encoded, service.context_tokens))

@@ -55,6 +55,12 @@ def is_true(body: Object, name: str) -> bool:
     raise BadRequest(f"{name}: it is true or false")
 
 
+def includes_usage(body: Object) -> bool:
+    """Whether a stream ends with the usage. Raises BadRequest for what is no flag."""
+    options = body.get("stream_options")
+    return options is not None and is_true(as_object(options, "stream_options"), "include_usage")
+
+
 def is_parallel(body: Object) -> bool:
     """Whether the answer may hold several calls. Raises BadRequest."""
     return body.get("parallel_tool_calls") is None or is_true(body, "parallel_tool_calls")

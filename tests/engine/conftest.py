@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_engine.tiny import tiny_config, write_tiny_checkpoint
+from mlx_engine.tiny import tiny_checkpoint, tiny_config, write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +15,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_checkpoint(directory, config=config)
     return directory
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that has the tiny model."""
+    directory = tmp_path_factory.mktemp("cache")
+    tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def no_model_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands take the tiny model."""
+    monkeypatch.delenv("DS41_MODEL", raising=False)
+    monkeypatch.setenv("DS41_CACHE_DIR", str(cache))

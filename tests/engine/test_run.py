@@ -15,24 +15,12 @@ from typer.testing import CliRunner, Result
 from mlx_engine.cli.main import app
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.respond import Progress
-from mlx_engine.tiny import tiny_checkpoint
 from mlx_engine.tokenizer import SPELLINGS
 
 SHORT = ("--effort", "off", "--max-tokens", "4")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that has the tiny model."""
-    directory = tmp_path_factory.mktemp("cache")
-    tiny_checkpoint(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def no_model_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DS41_MODEL", raising=False)
-    monkeypatch.setenv("DS41_CACHE_DIR", str(cache))
+pytestmark = pytest.mark.usefixtures("no_model_is_named")
 
 
 def ds41(*args: str) -> Result:
