@@ -44,9 +44,6 @@ class Window:
         N, capacity = new.shape[0], self.rows.shape[0]
         if first_position != self.end:
             self.count = 0
-        if (ring := self.ring(first_position, N)) is not None:
-            slot = mx.array([ring.slot])
-            return self.turn(mx.slice_update(self.rows, new, slot, axes=[0]), first_position)
         kept = min(self.count, capacity - 1)
         ordered = mx.concatenate([self._ordered(kept), new], axis=0)
         self.end = first_position + N
