@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_engine.answer import ReasoningDelta, TextDelta
+    from mlx_engine.answer import ReasoningDelta, TextDelta, TokenLogprob
     from mlx_engine.engine import Engine
     from mlx_engine.engram_table import EngramStats
     from mlx_engine.errors import (
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
         ModelFileError,
     )
     from mlx_engine.loading import OpenModel, load, open_model
+    from mlx_engine.progress import Prefilled, Waiting
     from mlx_engine.prompt import Message
     from mlx_engine.respond import End, Event, Progress, Request
-    from mlx_engine.sampling import Sampling
+    from mlx_engine.sampling import Sampling, ScoredToken
 
 __all__ = [
     "BadRequest",
@@ -46,11 +47,15 @@ __all__ = [
     "Message",
     "ModelFileError",
     "OpenModel",
+    "Prefilled",
     "Progress",
     "ReasoningDelta",
     "Request",
     "Sampling",
+    "ScoredToken",
     "TextDelta",
+    "TokenLogprob",
+    "Waiting",
     "load",
     "open_model",
 ]
@@ -58,13 +63,14 @@ __all__ = [
 __version__ = version("ds41")
 
 _HOMES = {
-    "answer": ("ReasoningDelta", "TextDelta"),
+    "answer": ("ReasoningDelta", "TextDelta", "TokenLogprob"),
     "engine": ("Engine",),
     "engram_table": ("EngramStats",),
     "loading": ("OpenModel", "load", "open_model"),
+    "progress": ("Prefilled", "Waiting"),
     "prompt": ("Message",),
     "respond": ("End", "Event", "Progress", "Request"),
-    "sampling": ("Sampling",),
+    "sampling": ("Sampling", "ScoredToken"),
 }
 
 

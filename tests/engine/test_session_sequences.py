@@ -1,7 +1,6 @@
 """Random sequences of all that can happen to sessions, beside a model that always recomputes."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +15,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_engine.diskcache.cache import DiskCache
-from mlx_engine.errors import Cancelled
 from mlx_engine.saving import Cache
 from mlx_engine.session import Session
 from mlx_engine.sessions import Sessions
 from mlx_engine.state import SessionState
 from mlx_engine.state_transfer import parts
+from tests.engine.counted import done_tokens
 from tests.engine.support import Subject, build, tiny_config
-from tests.engine.timelines import CountingModel, MemoryCache, best
+from tests.engine.timelines import (
+    CountingModel,
+    MemoryCache,
+    Stopped,
+    best,
+    followed,
+    stop_after,
+)
 from tests.unit.arrays import host
 from tests.unrounded import UNROUNDED
 
@@ -152,7 +158,9 @@ class World:
             return []
         told: list[int] = []
         self.model.encoded.clear()
-        session, logits = self.sessions.sync(ids, anchors, lambda done, _: told.append(done))
+        session, logits = followed(
+            self.sessions.read(ids, anchors), lambda step: told.append(done_tokens(step))
+        )
         assert told[0] + self.model.tokens == len(ids)
         self.agrees(session, ids, logits)
         answer: list[int] = []
@@ -161,6 +169,7 @@ class World:
             logits = self.sessions.step(session, answer[-1])
             if i + 1 == op.answer:
                 self.agrees(session, (*ids, *answer), logits)
+        self.sessions.leave(session)
         # Who only leaves an answer does not say so.
         if op.seed:
             self.sessions.end_turn(session)
@@ -173,10 +182,12 @@ class World:
         try:
             if op.is_failure:
                 self.model.layers_left = op.breaks_after
-                self.sessions.sync(ids, anchors)
+                session, _ = followed(self.sessions.read(ids, anchors), lambda _: None)
             else:
-                self.sessions.sync(ids, anchors, stop_after(op.breaks_after % 6))
-        except (Cancelled, RuntimeError):
+                steps = self.sessions.read(ids, anchors)
+                session, _ = followed(steps, stop_after(op.breaks_after % 6))
+            self.sessions.leave(session)
+        except (Stopped, RuntimeError):
             return op.seed % 2 == 0
         finally:
             self.model.layers_left = None
@@ -193,18 +204,6 @@ class World:
         assert held_bytes <= self.budget_bytes or stats.sessions == 1
         positions = [each.position for each in session.checkpoints]
         assert positions == sorted(set(positions)) and all(at % 2 == 0 for at in positions)
-
-
-def stop_after(chunks: int) -> Callable[[int, int], None]:
-    left = chunks
-
-    def report(done: int, total: int) -> None:
-        nonlocal left
-        if left == 0:
-            raise Cancelled("stopped")
-        left -= 1
-
-    return report
 
 
 @settings(deadline=None, max_examples=25, derandomize=True, database=None)

@@ -28,7 +28,7 @@ def at(session: Session) -> list[int]:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, made: Made, budget_bytes: int) -> None:
-    monkeypatch.setattr(made.sessions, "_budget_bytes", budget_bytes)
+    monkeypatch.setattr(made.sessions._room, "budget_bytes", budget_bytes)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_fork_that_cannot_be_had_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_steps_hand_over_what_must_go_piece_by_piece(monkeypatch: pytest.MonkeyP
         made.sessions.end_turn(each)
     limit(monkeypatch, made, made.sessions.n_bytes - 1000)
     # What the first has is worth less than what was used since.
-    monkeypatch.setattr(made.sessions, "_requests", 400)
+    monkeypatch.setattr(made.sessions._room, "requests", 400)  # pyright: ignore[reportPrivateUsage]
     for live in (session, third):
         made.sync(live.token_ids.tolist())
     steps = 0

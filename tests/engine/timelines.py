@@ -1,9 +1,9 @@
 """What the tests of sessions share: a model that counts, states compared, a cache in memory."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mlx_engine.engram import EngramRows
 from mlx_engine.model import Boundary, Model
+from mlx_engine.respond import Steps
 from mlx_engine.saving import Restored, Save
 from mlx_engine.session import Session
 from mlx_engine.state import SessionState
@@ -68,6 +69,48 @@ def seen(state: SessionState) -> dict[str, Any]:
             np.array(group.gate).tobytes(),
         )
     return found
+
+
+Step = TypeVar("Step")
+Result = TypeVar("Result")
+
+
+def followed(reading: Generator[Step, None, Result], report: Callable[[Step], object]) -> Result:
+    """What a reading comes to, each step being told; what `report` raises breaks it off."""
+    with closing(reading):
+        while True:
+            try:
+                step = next(reading)
+            except StopIteration as end:
+                return end.value
+            report(step)
+
+
+def stop_after(steps: int) -> Callable[[object], None]:
+    """Told of the steps of a reading, it breaks off the one after so many."""
+    left = steps
+
+    def report(_: object) -> None:
+        nonlocal left
+        if left == 0:
+            raise Stopped
+        left -= 1
+
+    return report
+
+
+class Stopped(Exception):
+    """A reading was broken off."""
+
+
+def tokens_of(steps: Iterable[object]) -> list[int]:
+    """The tokens among the steps of an answer."""
+    return [step for step in steps if isinstance(step, int)]
+
+
+def next_token(steps: Steps) -> int:
+    """The next token of an answer, its prompt being read before."""
+    return next(step for step in steps if isinstance(step, int))
 
 
 def best(logits: mx.array) -> int:

@@ -12,6 +12,7 @@ from mlx_engine.answer import TextDelta
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, Cancelled, ModelFileError
 from mlx_engine.job import Failed, Job, JobEvent, Overloaded, Stopped
+from mlx_engine.live import Stats
 from mlx_engine.respond import End, Event, Progress, Request, Timings
 from mlx_engine.turns import TurnRecord
 from mlx_engine.worker import AnsweringEngine, Worker
@@ -38,13 +39,13 @@ class Puppet:
         self.faults: dict[str, Exception] = {}
         self._gate = gate
 
-    def respond(
-        self,
-        request: Request,
-        *,
-        on_progress: Callable[[Progress], None] | None,
-        cancelled: Callable[[], bool],
-    ) -> Generator[Event]:
+    def session_stats(self) -> Stats:
+        return Stats()
+
+    def disk_stats(self) -> None:
+        return None
+
+    def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
         assert isinstance(request.prompt, str)
         name, chunks, tokens = request.prompt.split()
         try:
@@ -146,6 +147,100 @@ def test_jobs_at_work_get_equal_time_and_not_equal_steps() -> None:
     chunks = [i for i, name in enumerate(puppet.steps) if name == "reading"][:4]
     between = [b - a - 1 for a, b in pairwise(chunks)]
     assert between == [12, 12, 12]
+
+
+class Follower:
+    """An engine whose jobs "second" wait until "first" has made so many steps."""
+
+    def __init__(self, first_steps: int) -> None:
+        self.turns = TurnRecord()
+        self.steps: list[str] = []
+        self.asked_in_vain = 0
+        self.most_begun = 0
+        self._begun = 0
+        self._first_steps = first_steps
+
+    def session_stats(self) -> Stats:
+        return Stats()
+
+    def disk_stats(self) -> None:
+        return None
+
+    def is_over(self) -> bool:
+        return self.steps.count("first") >= self._first_steps
+
+    def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
+        name = str(request.prompt)
+        while name == "second" and not self.is_over():
+            if cancelled():
+                yield end("cancelled")
+                return
+            self.asked_in_vain += bool(self.steps)
+            yield Progress("waiting", 0, 9, 0.0, self.is_over)
+        self._begun += 1
+        self.most_begun = max(self.most_begun, self._begun)
+        for i in range(6):
+            self.steps.append(name)
+            yield Progress("prefill", i, 9, 0.0)
+        self._begun -= 1
+        yield end()
+
+
+def test_a_job_that_waits_is_not_asked_and_gets_no_more_than_its_share_later() -> None:
+    engine, go = Follower(4), threading.Event()
+
+    @contextmanager
+    def load(on_progress: Callable[[int, int], None]) -> Generator[AnsweringEngine]:
+        assert go.wait(PATIENCE_S)
+        yield engine
+
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1
+        return now_s
+
+    with working(load, clock=clock) as worker:
+        jobs = [worker.submit(Request(name)) for name in ("first", "second", "third")]
+        go.set()
+        for job in jobs:
+            assert isinstance(last(job), End)
+    # The third went on by turns with the first; then all three do.
+    assert engine.steps[:8].count("third") == 4 and "second" not in engine.steps[:7]
+    start = engine.steps.index("second")
+    assert engine.steps[start : start + 6].count("second") in (2, 3)
+    assert engine.asked_in_vain <= 1
+
+
+def test_jobs_that_wait_make_way_for_others() -> None:
+    engine, go = Follower(6), threading.Event()
+
+    @contextmanager
+    def load(on_progress: Callable[[int, int], None]) -> Generator[AnsweringEngine]:
+        assert go.wait(PATIENCE_S)
+        yield engine
+
+    with working(load, max_active=2, max_queued=6) as worker:
+        names = ("first", "second", "second", "second", "third", "third")
+        jobs = [worker.submit(Request(name)) for name in names]
+        with pytest.raises(Overloaded):
+            worker.submit(Request("late"))
+        go.set()
+        for job in jobs:
+            assert isinstance(last(job), End)
+    assert engine.steps.index("third") < engine.steps.index("second")
+    assert engine.most_begun == 2
+
+
+def test_a_job_that_waits_is_cancelled_at_once() -> None:
+    engine = Follower(10**9)
+    with working(loading(engine)) as worker:
+        second = worker.submit(Request("second"))
+        until(lambda: second.state == "waiting")
+        second.cancel()
+        event = last(second)
+        assert isinstance(event, End) and event.finish_reason == "cancelled"
 
 
 def test_jobs_beyond_the_active_ones_wait_in_their_order() -> None:
@@ -313,6 +408,28 @@ def test_a_load_ends_when_the_worker_stops() -> None:
     with working(load) as worker:
         assert is_loading.wait(PATIENCE_S)
     assert worker.state == "stopped" and worker.error is None
+
+
+def test_the_course_of_an_answer_is_told_without_waking_anybody() -> None:
+    job, woken = Job(Request("a"), lambda job: None), 0
+
+    def wake() -> None:
+        nonlocal woken
+        woken += 1
+
+    job.wake = wake
+    job.put(Progress("prefill", 0, 100, 0.0))
+    assert job.cached_tokens is None
+    job.put(Progress("waiting", 0, 100, 0.0))
+    assert job.state == "waiting" and job.cached_tokens is None
+    job.put(Progress("prefill", 40, 100, 0.0))
+    assert job.state == "prefill" and job.cached_tokens == 40
+    before = woken
+    for i in range(5):
+        job.put(Progress("decode", i + 1, 50, 2.0 + i / 10))
+    assert job.state == "decode" and woken == before and len(job.take()) == 3
+    assert job.completion_tokens == 5
+    assert job.decode_tokens_per_s == pytest.approx(10)
 
 
 def test_the_course_of_a_prefill_tells_its_speed_and_what_is_left() -> None:
