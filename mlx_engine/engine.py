@@ -209,6 +209,19 @@ class Engine:
             finally:
                 self._work.release()
 
+    def save_piece(self) -> bool:
+        """Hand the disk cache one piece of what waits for it, which takes a millisecond or two.
+
+        Steps do that as well. Returns whether anything waited, so that who has nothing else to do
+        calls again. Nothing happens while another call works.
+        """
+        if self._is_closed or not self._work.acquire(blocking=False):
+            return False
+        try:
+            return self._sessions.save_piece()
+        finally:
+            self._work.release()
+
     @contextmanager
     def _alone(self) -> Generator[None]:
         """Hold the device's state; a call from another thread, or from a callback, is refused."""

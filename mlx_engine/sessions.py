@@ -15,16 +15,14 @@ import mlx.core as mx
 
 from mlx_engine import eviction, memory
 from mlx_engine.engram import EngramReader
-from mlx_engine.errors import CacheCorrupt
 from mlx_engine.eviction import Plan
 from mlx_engine.formats import CacheFormats
 from mlx_engine.live import Live, Stats, Victim, Worth, holdings
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Model
-from mlx_engine.saving import LEAST_TOKENS, Cache, Saving
+from mlx_engine.saving import LEAST_TOKENS, Cache, Saving, restore
 from mlx_engine.session import Match, Prefill, Session, stops
 from mlx_engine.state import Checkpoint
-from mlx_engine.state_transfer import import_state
 from mlx_engine.token_ids import TokenIds, as_token_ids
 
 log = logging.getLogger(__name__)
@@ -37,9 +35,6 @@ _MEASURED_TOKENS = 256
 
 # Steps between two looks at the memory: buffers grow by more rows than this.
 _LOOK_STEPS = 256
-
-# Handed to the cache at the end of a turn, at 1.8 MB each as released; later steps take the rest.
-_TURN_PIECES = 16
 
 
 class Sessions:
@@ -130,22 +125,24 @@ class Sessions:
     def step(self, session: Session, token_id: int) -> mx.array:
         """`Session.step`, and one piece for the cache."""
         live = self._live[session]
-        self._advance(live)
+        self._save_piece(live)
         if session.position % _LOOK_STEPS == 0:
             self._make_room(0, live, session.position)
         return session.step(token_id)
 
     def end_turn(self, session: Session) -> None:
-        """Keep a checkpoint where an answer has ended, and hand over what the cache should have.
+        """Keep a checkpoint where an answer has ended, for the cache too.
 
-        What is more than a few pieces is left to later steps, prompts and `close`.
+        Nothing is handed over now, so that nobody waits: `save_piece`, later steps and `close` do.
         """
         live = self._live[session]
         session.keep_checkpoint()
         live.saving.offer(self._tokens_per_s)
-        for _ in range(_TURN_PIECES):
-            self._advance(live)
         self._make_room(0, live, session.position)
+
+    def save_piece(self) -> bool:
+        """Hand over one piece, for when nobody asks; whether anything waited."""
+        return self._save_piece()
 
     def close(self) -> None:
         """Hand to the cache what only the sessions have, and forget them."""
@@ -213,7 +210,8 @@ class Sessions:
         below = ids.size + 1
         while least < (position := self._cache.lookup(ids)) < below:
             below = position
-            more_bytes = self._restore_bytes(position)
+            config = self._model.config
+            more_bytes = memory.held_bytes(config, position)
             # Who has a part of the prompt stays, should the cache fail, where there is room.
             plan = self._plan(more_bytes, (best,) if best and least else (), ids.size)
             if plan.missing_bytes:
@@ -221,35 +219,12 @@ class Sessions:
             if plan.missing_bytes:
                 return None
             self._commit(plan, at_once=True)
-            restored = self._cache.restore(ids, position)
-            if restored is None or restored.position <= least:
-                return None
-            try:
-                state = import_state(
-                    self._model.config,
-                    restored.position,
-                    restored.rows,
-                    restored.tail,
-                    self._formats,
-                )
-            except CacheCorrupt as error:
-                log.warning("a state from the disk cache cannot be used: %s", error)
-                self._cache.reject(ids, restored.position)
-                continue
-            except (MemoryError, RuntimeError) as error:
-                log.warning("a state from the disk cache finds no room: %s", error)
-                return None
-            session = self._new_session()
-            session.restore(ids[: restored.position], state)
-            return self._add(session)
+            state = restore(self._cache, ids, position, config, self._formats)
+            if state is not None and state.position > least:
+                session = self._new_session()
+                session.restore(ids[: state.position], state)
+                return self._add(session)
         return None
-
-    def _restore_bytes(self, position: int) -> int:
-        """What a restored state takes: what was read is beside it, mostly in room to compute."""
-        config = self._model.config
-        room_bytes = memory.activation_bytes(config, position, self._chunk_tokens)
-        read_bytes = memory.growing_bytes(config, position)
-        return memory.held_bytes(config, position) + max(read_bytes - room_bytes, 0)
 
     def _new_session(self) -> Session:
         return Session(
@@ -317,13 +292,14 @@ class Sessions:
         if not is_last:
             live.saving.finish()
 
-    def _advance(self, live: Live) -> None:
-        """Hand over one piece: of what leaves, of this session, or of another."""
-        for each in (*self._leaving, live, *self._live.values()):
-            if each.saving.is_pending:
-                each.saving.advance()
-                break
+    def _save_piece(self, *first: Live) -> bool:
+        """Hand over one piece of what waits: of what leaves, then of these, then of others."""
+        lives = (*self._leaving, *first, *self._live.values())
+        live = next((each for each in lives if each.saving.is_pending), None)
+        if live is not None:
+            live.saving.advance()
         self._leaving = [each for each in self._leaving if each.saving.is_pending]
+        return live is not None
 
     # What is forgotten
 

@@ -72,6 +72,9 @@ class ScriptedEngine:
     def engram_stats(self) -> EngramStats:
         return EngramStats()
 
+    def save_piece(self) -> bool:
+        return False
+
     def respond(
         self,
         request: Request,
