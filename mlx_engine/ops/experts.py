@@ -140,9 +140,10 @@ _DOWN = Kernel(
     also=("mhc", "router"),
 )
 # Rows that a simdgroup makes, GATE_ROWS and DOWN_ROWS of experts.metal.
-_ROWS = 2
+ROWS = 2
 # A simdgroup for each token's choice.
-_THREADS = 256
+GATE_THREADS = 256
+DOWN_THREADS = 64
 
 
 def moe_metal(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
@@ -162,18 +163,18 @@ def moe_metal(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -
         template=[
             *template,
             *(("E", routing.scores.shape[1]), ("NORM", router.norm_topk_prob)),
-            ("THREADS", _THREADS),
+            ("THREADS", GATE_THREADS),
         ],
-        grid=(I_D // _ROWS * 32, T * router.k + 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(I_D // ROWS * 32, T * router.k + 1, 1),
+        threadgroup=(GATE_THREADS, 1, 1),
         shapes=[(T, router.k + 1, I_D), (T, router.k)],
         dtypes=[x.dtype, mx.int32],
     )
     (out,) = _DOWN(
         [act, ids, *_parts(ffn.w2), *_parts(ffn.shared_w2)],
         template=template,
-        grid=(D // _ROWS * 32, 1, 1),
-        threadgroup=(64, 1, 1),
+        grid=(D // ROWS * 32, 1, 1),
+        threadgroup=(DOWN_THREADS, 1, 1),
         shapes=[(T, D)],
         dtypes=[x.dtype],
     )
@@ -189,22 +190,6 @@ def _moe_in_tiles(
 ) -> mx.array:
     routed = routed_tiles_metal(x, ids, weights, ffn, limit=limit)
     return _add_shared(routed, x, ffn, limit)
-
-
-def moe_bytes(
-    T: int, k: int, E: int, D: int, I_D: int, itemsize: int, *, experts: int | None = None
-) -> int:
-    """Bytes that `moe_metal` reads and writes for T tokens in a dtype of `itemsize` bytes.
-
-    `experts`: how many different ones the tokens chose, by default T * k.
-    """
-    experts = T * k if experts is None else experts
-    fp4, fp8 = D * I_D // 2 + D * I_D // 32, D * I_D + D * I_D // 32**2
-    x, act, chosen = T * D * itemsize, T * (k + 1) * I_D * itemsize, 4 * T * k
-    choice = 4 * T * E + 4 * E + 4 + chosen
-    gate_up = 2 * (experts * fp4 + fp8) + x + choice + 4 + act
-    down = experts * fp4 + fp8 + act + chosen + x
-    return gate_up + down
 
 
 @launch.probe("experts")

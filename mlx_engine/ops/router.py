@@ -129,7 +129,7 @@ _CHOOSE = Kernel(
     also=("mhc",),
 )
 # Threads that share an expert's row, and the most tokens for which they read it at once.
-_THREADS = 128
+THREADS = 128
 _FEW_TOKENS = 8
 
 
@@ -148,10 +148,10 @@ def _mhc_route_metal(
         ],
         template=[
             *(("T", collapsed.dtype), ("N", to.norm_weight.dtype), ("W", router.weight.dtype)),
-            *(("TOKENS", T), ("D", D), ("E", E), ("ITERS", to.iters), ("THREADS", _THREADS)),
+            *(("TOKENS", T), ("D", D), ("E", E), ("ITERS", to.iters), ("THREADS", THREADS)),
         ],
-        grid=((E + T) * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=((E + T) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
         shapes=[(T, E), (T, HC), (T, HC), (T, HC, HC), (T, D)],
         dtypes=[*[mx.float32] * 4, collapsed.dtype],
     )
@@ -170,16 +170,6 @@ def _choose_metal(routing: Routing) -> tuple[mx.array, mx.array]:
         dtypes=[mx.int32, mx.float32],
     )
     return ids, weights
-
-
-def router_scores_bytes(T: int, E: int, D: int) -> int:
-    """Bytes that the scores of `mhc_route` add to its second launch, with a bf16 gate."""
-    return 2 * E * D + 4 + 4 * T * E
-
-
-def choose_bytes(T: int, k: int, E: int) -> int:
-    """Bytes that `Routing.chosen` reads and writes in a launch of its own."""
-    return 4 * T * E + 4 * E + 4 + 8 * T * k
 
 
 @launch.probe("router")
