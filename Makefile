@@ -1,5 +1,6 @@
 # make ds41     .venv with the locked packages and the command .venv/bin/ds41
 # make check    the whole gate: format, lint, types, tests
+# make sweep    the kernels at the released model's widths, executed on the CPU: takes minutes
 # make format   rewrites the sources in the project's format
 # make types    build/types, in which pyright sees the mapped folders as parts of mlx_engine
 # make emulator installs what executes Metal source in tests (Debian and Ubuntu, x86-64)
@@ -29,7 +30,7 @@ CHECK_PYTHON = \
             "install its venv module (Debian: apt-get install python3-venv) or uv" >&2; exit 2; }
 endif
 
-.PHONY: ds41 check format types emulator lock
+.PHONY: ds41 check sweep format types emulator lock
 
 ds41: $(VENV)/.runtime
 	@echo "Ready: $(BIN)/ds41"
@@ -51,6 +52,9 @@ check: $(VENV)/.dev types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q -m "not model and not slow and not gpu"
+
+sweep: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow tests/kernels
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

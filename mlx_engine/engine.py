@@ -193,8 +193,11 @@ class Engine:
     def _next_token(self, session: Session, token_id: int, sampler: Sampler) -> int:
         """Append a token and sample the one after it."""
         try:
+            token = sampler(self._sessions.step(session, token_id))
+            mx.async_eval(token)
+            session.begin_step(token)
             # The id must reach the host each step: the next Engram rows depend on it.
-            return cast(int, sampler(self._sessions.step(session, token_id)).item())
+            return cast(int, token.item())
         except BaseException:
             # The device may have failed after the step was handed to it.
             session.rewind(session.position)

@@ -14,6 +14,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_engine import eviction, memory
+from mlx_engine.decoder import Decoder
 from mlx_engine.engram import EngramReader
 from mlx_engine.eviction import Plan
 from mlx_engine.formats import CacheFormats
@@ -66,6 +67,7 @@ class Sessions:
         self._prefill: Prefill = prefill
         self._chunk_tokens = chunk_tokens
         self._formats = formats
+        self._decoder = Decoder(model)
         self._cache = cache
         self._least_save_tokens = least_save_tokens
         self._clock = clock
@@ -233,6 +235,7 @@ class Sessions:
             prefill=self._prefill,
             chunk_tokens=self._chunk_tokens,
             formats=self._formats,
+            decoder=self._decoder,
         )
 
     def _add(self, session: Session) -> Live:

@@ -41,12 +41,12 @@ class CountingModel(Model):
         self.encoded.append((first, state.position))
         return boundary
 
-    def _block(self, *args: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def block(self, *args: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.layers_left is not None:
             if self.layers_left == 0:
                 raise RuntimeError("the device is gone")
             self.layers_left -= 1
-        return super()._block(*args, **options)
+        return super().block(*args, **options)
 
 
 def seen(state: SessionState) -> dict[str, Any]:
