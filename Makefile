@@ -2,6 +2,7 @@
 # make check    the whole gate: format, lint, types, tests
 # make load     fifty clients that come and go for three minutes
 # make soak     500 turns of an agent, and what the process holds after them
+# make sweep    the kernels at the released model's widths, executed on the CPU: takes minutes
 # make format   rewrites the sources in the project's format
 # make types    build/types, in which pyright sees the mapped folders as parts of mlx_engine
 # make emulator installs what executes Metal source in tests (Debian and Ubuntu, x86-64)
@@ -32,7 +33,7 @@ CHECK_PYTHON = \
             "install its venv module (Debian: apt-get install python3-venv) or uv" >&2; exit 2; }
 endif
 
-.PHONY: ds41 check load soak format types emulator clients lock
+.PHONY: ds41 check load soak sweep format types emulator clients lock
 
 ds41: $(VENV)/.runtime
 	@echo "Ready: $(BIN)/ds41"
@@ -60,6 +61,9 @@ load: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow tests/server/test_soak.py
+
+sweep: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow tests/kernels
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

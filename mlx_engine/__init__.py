@@ -10,6 +10,8 @@ The names below are the whole public interface. They are imported on first use, 
 `import mlx_engine` alone costs nothing.
 """
 
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from mlx_engine.prompt import Message
     from mlx_engine.respond import End, Event, Progress, Request
     from mlx_engine.sampling import Sampling, ScoredToken
+
+if sys.platform == "linux":
+    # On CUDA MLX gathers launches in graphs until their inputs have so many million elements, by
+    # default fewer than one layer's experts. It reads this when its first stream is made.
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "4000")
 
 __all__ = [
     "BadRequest",

@@ -213,8 +213,11 @@ class Engine:
 
     def _draw(self, session: Session, logits: mx.array, sampler: Sampler) -> int:
         try:
+            token = sampler(logits)
+            mx.async_eval(token)
+            session.begin_step(token)
             # The id must reach the host each step: the next Engram rows depend on it.
-            return cast(int, sampler(logits).item())
+            return cast(int, token.item())
         except BaseException:
             # The device may have failed after the step was handed to it.
             session.rewind(session.position)
@@ -228,6 +231,19 @@ class Engine:
                 self._sessions.end_turn(session)
             finally:
                 self._work.release()
+
+    def save_piece(self) -> bool:
+        """Hand the disk cache one piece of what waits for it, which takes a millisecond or two.
+
+        Steps do that as well. Returns whether anything waited, so that who has nothing else to do
+        calls again. Nothing happens while another call works.
+        """
+        if self._is_closed or not self._work.acquire(blocking=False):
+            return False
+        try:
+            return self._sessions.save_piece()
+        finally:
+            self._work.release()
 
     @contextmanager
     def _alone(self) -> Generator[None]:

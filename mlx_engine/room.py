@@ -105,13 +105,17 @@ class Room:
         """Offer a session's newest checkpoint to the cache."""
         live.saving.offer(self.tokens_per_s)
 
-    def advance(self, live: Live) -> None:
-        """Hand over one piece: of what leaves, of this session, or of another."""
-        for each in (*self._leaving, live, *self._live.values()):
-            if each.saving.is_pending:
-                each.saving.advance()
-                break
+    def save_piece(self, *first: Live) -> bool:
+        """Hand over one piece of what waits: of what leaves, then of these, then of others.
+
+        Returns whether anything waited.
+        """
+        lives = (*self._leaving, *first, *self._live.values())
+        live = next((each for each in lives if each.saving.is_pending), None)
+        if live is not None:
+            live.saving.advance()
         self._leaving = [each for each in self._leaving if each.saving.is_pending]
+        return live is not None
 
     def fits(self, tokens: int) -> bool:
         """Whether a session that comes to so many tokens fits beside those in use, however long.

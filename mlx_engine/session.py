@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_engine.engram import EngramReader, EngramRows
+from mlx_engine.decoder import Decoder
+from mlx_engine.engram import EngramReader, EngramRows, read_ahead
 from mlx_engine.formats import CacheFormats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Boundary, Model
@@ -26,16 +27,6 @@ Prefill = Literal["short", "full"]
 # Between checkpoints inside a prefill: each takes a run of the upper layers, which at this distance
 # adds 8% to their work as released.
 SPACING_TOKENS = 16_384
-
-
-def read_ahead(
-    engram: EngramReader | None, token_ids: TokenIds, first: int, last: int
-) -> EngramRows | None:
-    """Start to read the Engram rows of the tokens from `first` up to `last`."""
-    if engram is None or first == last:
-        return None
-    past = token_ids[max(first - engram.hash.history_tokens, 0) : first]
-    return engram.prefetch(token_ids[first:last].astype(np.int64), past.astype(np.int64))
 
 
 def stops(
@@ -91,8 +82,10 @@ class Session:
         prefill: Prefill = "short",
         chunk_tokens: int = CHUNK_TOKENS,
         formats: CacheFormats | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self._model = model
+        self._decoder = decoder or Decoder(model)
         self._engram = engram
         self._prefill: Prefill = prefill
         self.chunk_tokens = chunk_tokens
@@ -118,6 +111,7 @@ class Session:
             prefill=self._prefill,
             chunk_tokens=self.chunk_tokens,
             formats=self._formats,
+            decoder=self._decoder,
         )
         other._take(self.state.fork(checkpoint), self._token_ids[: checkpoint.position])
         before = [each for each in self.checkpoints if each.position < checkpoint.position]
@@ -228,13 +222,25 @@ class Session:
         try:
             past = self._engram.hash.history_tokens if self._engram else 0
             ids = np.array([*self._token_ids[max(self.position - past, 0) :], token_id], np.uint32)
-            self._compute(ids, read_ahead(self._engram, ids, ids.size - 1, ids.size), new=1)
-            assert self._logits is not None
-            mx.async_eval(self._logits, *self.state.arrays())
+            rows = read_ahead(self._engram, ids, ids.size - 1, ids.size)
+            if self._decoder.fits(self.state):
+                self._logits = self._decoder.step(token_id, self.state, rows)
+                self._token_ids.append(token_id)
+            else:
+                self._compute(ids, rows, new=1)
+                assert self._logits is not None
+                mx.async_eval(self._logits, *self.state.arrays())
         except BaseException:
             self.rewind(self.position)
             raise
         return self._logits
+
+    def begin_step(self, token: mx.array) -> None:
+        """Let the device begin a step with a token, of one id, that only it knows so far.
+
+        Where that gains nothing, nothing happens. The step itself may come or not.
+        """
+        self._decoder.begin(token, self.state)
 
     def rewind(self, position: int) -> None:
         """Return to the last checkpoint that does not lie past a position, or to the start."""

@@ -13,17 +13,17 @@ from contextlib import nullcontext
 import mlx.core as mx
 
 from mlx_engine import memory
+from mlx_engine.decoder import Decoder
 from mlx_engine.engram import EngramReader
-from mlx_engine.errors import BadRequest, CacheCorrupt
+from mlx_engine.errors import BadRequest
 from mlx_engine.formats import CacheFormats
 from mlx_engine.live import Live, Stats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Model
 from mlx_engine.progress import Prefilled, Waiting
 from mlx_engine.room import Room
-from mlx_engine.saving import LEAST_TOKENS, Cache
+from mlx_engine.saving import LEAST_TOKENS, Cache, restore
 from mlx_engine.session import Match, Prefill, Session, stops
-from mlx_engine.state_transfer import import_state
 from mlx_engine.token_ids import TokenIds, as_token_ids, shared_tokens
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,6 @@ _SHARED_CHUNK_TOKENS = 512
 # What two prompts have in common is worth a checkpoint of its own from here on: it costs a run of
 # the upper layers, about as much as reading half of this.
 _SHARED_TOKENS = 2048
-
-# Handed to the cache at the end of a turn, at 1.8 MB each as released; later steps take the rest.
-_TURN_PIECES = 16
 
 
 class Sessions:
@@ -77,6 +74,7 @@ class Sessions:
         self._prefill: Prefill = prefill
         self._chunk_tokens = chunk_tokens
         self._formats = formats
+        self._decoder = Decoder(model)
         self._cache = cache
         self._clock = clock
         self._room = Room(
@@ -151,7 +149,7 @@ class Sessions:
     def step(self, session: Session, token_id: int) -> mx.array:
         """`Session.step`, and one piece for the cache."""
         live = self._require(session)
-        self._room.advance(live)
+        self._room.save_piece(live)
         if session.position % _LOOK_STEPS == 0:
             self._room.make(0, live, session.position)
         return session.step(token_id)
@@ -164,18 +162,20 @@ class Sessions:
         self._moves += 1
 
     def end_turn(self, session: Session) -> None:
-        """Keep a checkpoint where an answer has ended, and hand over what the cache should have.
+        """Keep a checkpoint where an answer has ended, for the cache too.
 
-        What is more than a few pieces is left to later steps, prompts and `close`.
+        Nothing is handed over now, so that nobody waits: `save_piece`, later steps and `close` do.
         """
         live = self._room.find(session)
         if live is None:
             return
         session.keep_checkpoint()
         self._room.save_newest(live)
-        for _ in range(_TURN_PIECES):
-            self._room.advance(live)
         self._room.make(0, live, session.position)
+
+    def save_piece(self) -> bool:
+        """Hand over one piece, for when nobody asks; whether anything waited."""
+        return self._room.save_piece()
 
     def close(self) -> None:
         """Hand to the cache what only the sessions have, and forget them."""
@@ -302,7 +302,8 @@ class Sessions:
         below = ids.size + 1
         while least < (position := self._cache.lookup(ids)) < below:
             below = position
-            more_bytes = self._restore_bytes(position)
+            config = self._model.config
+            more_bytes = memory.held_bytes(config, position)
             # Who has a part of the prompt stays, should the cache fail, where there is room.
             plan = self._room.plan(more_bytes, (best,) if best and least else (), ids.size)
             if plan.missing_bytes:
@@ -310,35 +311,12 @@ class Sessions:
             if plan.missing_bytes:
                 return None
             self._room.commit(plan, at_once=True)
-            restored = self._cache.restore(ids, position)
-            if restored is None or restored.position <= least:
-                return None
-            try:
-                state = import_state(
-                    self._model.config,
-                    restored.position,
-                    restored.rows,
-                    restored.tail,
-                    self._formats,
-                )
-            except CacheCorrupt as error:
-                log.warning("a state from the disk cache cannot be used: %s", error)
-                self._cache.reject(ids, restored.position)
-                continue
-            except (MemoryError, RuntimeError) as error:
-                log.warning("a state from the disk cache finds no room: %s", error)
-                return None
-            session = self._new_session()
-            session.restore(ids[: restored.position], state)
-            return self._room.add(session)
+            state = restore(self._cache, ids, position, config, self._formats)
+            if state is not None and state.position > least:
+                session = self._new_session()
+                session.restore(ids[: state.position], state)
+                return self._room.add(session)
         return None
-
-    def _restore_bytes(self, position: int) -> int:
-        """What a restored state takes: what was read is beside it, mostly in room to compute."""
-        config = self._model.config
-        room_bytes = memory.activation_bytes(config, position, self._chunk_tokens)
-        read_bytes = memory.growing_bytes(config, position)
-        return memory.held_bytes(config, position) + max(read_bytes - room_bytes, 0)
 
     def _new_session(self) -> Session:
         return Session(
@@ -347,6 +325,7 @@ class Sessions:
             prefill=self._prefill,
             chunk_tokens=self._chunk_tokens,
             formats=self._formats,
+            decoder=self._decoder,
         )
 
     # The work

@@ -50,6 +50,8 @@ class AnsweringEngine(Protocol):
 
     def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]: ...
 
+    def save_piece(self) -> bool: ...
+
 
 # Loads an engine; told of bytes read and in all. Entered and left in the worker's thread.
 Load = Callable[[Callable[[int, int], None]], AbstractContextManager[AnsweringEngine]]
@@ -216,8 +218,9 @@ class Worker:
     def _work(self, engine: AnsweringEngine) -> None:
         try:
             while True:
+                self._save(engine)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._active or self._is_stopping)
+                    self._changed.wait_for(self._has_work)
                     if self._is_stopping:
                         return
                     self._admit(engine)
@@ -227,6 +230,17 @@ class Worker:
             for active in [*self._active]:
                 self._leave(active)
                 active.job.put(Failed(Stopped(_STOPPED)))
+
+    def _save(self, engine: AnsweringEngine) -> None:
+        """While nobody asks, let the disk cache have what waits for it."""
+        try:
+            while not self._has_work() and engine.save_piece():
+                pass
+        except Exception as error:
+            log.error("what was computed could not be saved: %s", describe(error))
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._active) or self._is_stopping
 
     def _admit(self, engine: AnsweringEngine) -> None:
         while self._queue and len(self._running()) < self._max_active:

@@ -82,6 +82,9 @@ class ScriptedEngine:
     def disk_stats(self) -> None:
         return None
 
+    def save_piece(self) -> bool:
+        return False
+
     def respond(
         self,
         request: Request,

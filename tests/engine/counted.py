@@ -67,7 +67,13 @@ class Made:
             tokens.append(best(logits))
             logits = self.sessions.step(session, tokens[-1])
         self.sessions.end_turn(session)
+        self.save()
         return tokens, computed
+
+    def save(self) -> None:
+        """Nobody asks for a while."""
+        while self.sessions.save_piece():
+            pass
 
     def is_known(self, ids: list[int]) -> bool:
         """Whether a prompt takes no more than an exact retry of it."""

@@ -155,7 +155,7 @@ def test_what_the_cache_has_damaged_is_computed(caplog: pytest.LogCaptureFixture
         cache.tails[key] = tail[:-1]
     assert Made(cache).sync(IDS[:101])[2] == 101
     assert cache.lookup(np.array(IDS[:101], np.uint32)) == 0
-    cache.restore = lambda token_ids, position: None
+    cache.restore = lambda token_ids, position, into: None
     assert Made(cache).sync(IDS[:101])[2] == 101
 
 
@@ -175,7 +175,7 @@ def test_what_makes_room_goes_to_the_cache() -> None:
     assert made.sync([*IDS[:121], 7, 8, 9, 10])[2] == 1
 
 
-def test_a_step_hands_over_one_piece_and_the_end_the_rest() -> None:
+def test_a_step_hands_over_one_piece_and_who_is_idle_the_rest() -> None:
     cache = MemoryCache()
     made = Made(cache)
     session, _, _ = made.sync(IDS[:101], 41)
@@ -185,9 +185,33 @@ def test_a_step_hands_over_one_piece_and_the_end_the_rest() -> None:
     for n in range(1, 4):
         made.sessions.step(session, 5)
         assert cache.calls == at_start + n
+    before = cache.calls
     made.sessions.end_turn(session)
+    assert cache.calls == before
+    while made.sessions.save_piece():
+        before += 1
+        assert cache.calls == before
     assert [len(key) // 4 for key in cache.tails] == [40, 100, 104]
     assert made.sessions.stats().saved_anchors == 3
+
+
+def test_a_save_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = MemoryCache()
+    made = Made(cache)
+    session, _, _ = made.sync(IDS[:101], 41)
+
+    def no_device(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_engine.saving.export_rows", no_device)
+        with pytest.raises(RuntimeError):
+            made.sessions.save_piece()
+    for token_id in (7, 8):
+        made.sessions.step(session, token_id)
+    made.sessions.end_turn(session)
+    made.save()
+    assert [len(key) // 4 for key in cache.tails] == [40, 102]
 
 
 def test_a_prompt_that_goes_elsewhere_does_not_cost_an_anchor() -> None:

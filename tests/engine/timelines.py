@@ -42,12 +42,12 @@ class CountingModel(Model):
         self.encoded.append((first, state.position))
         return boundary
 
-    def _block(self, *args: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def block(self, *args: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.layers_left is not None:
             if self.layers_left == 0:
                 raise RuntimeError("the device is gone")
             self.layers_left -= 1
-        return super()._block(*args, **options)
+        return super().block(*args, **options)
 
 
 def seen(state: SessionState) -> dict[str, Any]:
@@ -129,6 +129,25 @@ def greedy(session: Session, logits: mx.array, n: int) -> tuple[list[int], list[
     return tokens, found
 
 
+def parts_from(ours: NDArray[np.float32], theirs: NDArray[np.float32], most: float) -> bool:
+    """Whether two runs' next tokens differ; their logits are at most `most` apart.
+
+    So a token can differ only where two are as good as equal, which is printed.
+    """
+    apart = float(np.abs(ours - theirs).max())
+    assert apart <= most, f"the logits are {apart:.2e} apart, more than {most:.2e}"
+    own, other = int(ours.argmax()), int(theirs.argmax())
+    if own == other:
+        return False
+    leads = ours[own] - ours[other], theirs[other] - theirs[own]
+    print(
+        f"a near-tie: {own} is {leads[0]:.2e} ahead of {other} in one run, and {leads[1]:.2e} "
+        f"behind it in the other, whose logits are {apart:.2e} apart"
+    )
+    assert max(leads) <= 2 * most
+    return True
+
+
 @dataclass
 class _Save:
     cache: "MemoryCache"
@@ -151,7 +170,6 @@ class _Save:
 @dataclass(frozen=True)
 class _Restored:
     position: int
-    rows: tuple[NDArray[np.uint8], ...]
     tail: bytes
 
 
@@ -177,13 +195,16 @@ class MemoryCache:
         fits = [n for n in at if n <= token_ids.size and token_ids[:n].tobytes() in self.tails]
         return max(fits, default=0)
 
-    def restore(self, token_ids: TokenIds, position: int) -> Restored | None:
+    def restore(
+        self, token_ids: TokenIds, position: int, into: Sequence[NDArray[np.uint8]]
+    ) -> Restored | None:
         ids = token_ids[:position]
         if ids.tobytes() not in self.tails:
             return None
         ranges = [self.rows[first, ids[:last].tobytes()] for first, last in self._ranges(position)]
-        rows = tuple(np.concatenate(part) for part in zip(*ranges, strict=True))
-        return _Restored(position, rows, self.tails[ids.tobytes()])
+        for buffer, part in zip(into, zip(*ranges, strict=True), strict=True):
+            buffer[:] = np.concatenate(part)
+        return _Restored(position, self.tails[ids.tobytes()])
 
     def reject(self, token_ids: TokenIds, position: int) -> None:
         self.rejected.append(position)

@@ -37,6 +37,7 @@ class Puppet:
         self.closed: list[str] = []
         self.threads: set[int] = set()
         self.faults: dict[str, Exception] = {}
+        self.pieces = 0
         self._gate = gate
 
     def session_stats(self) -> Stats:
@@ -44,6 +45,16 @@ class Puppet:
 
     def disk_stats(self) -> None:
         return None
+
+    def save_piece(self) -> bool:
+        if not self.pieces:
+            return False
+        self._gate("piece")
+        self.pieces -= 1
+        self.steps.append("piece")
+        if "piece" in self.faults:
+            raise self.faults["piece"]
+        return True
 
     def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
         assert isinstance(request.prompt, str)
@@ -76,8 +87,10 @@ class Turnstile:
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
         self.waiting = threading.Event()
+        self.name = ""
 
     def __call__(self, name: str) -> None:
+        self.name = name
         self.waiting.set()
         assert self._steps.acquire(timeout=PATIENCE_S)
 
@@ -165,6 +178,9 @@ class Follower:
 
     def disk_stats(self) -> None:
         return None
+
+    def save_piece(self) -> bool:
+        return False
 
     def is_over(self) -> bool:
         return self.steps.count("first") >= self._first_steps
@@ -316,6 +332,29 @@ def test_a_fault_ends_its_job_alone(fault: Exception, caplog: pytest.LogCaptureF
     assert puppet.closed == ["broken", "sound", "later"]
     # What a client did wrong is no news for the log.
     assert ("out of memory" in caplog.text) == (not isinstance(fault, BadRequest))
+
+
+def test_what_waits_to_be_saved_goes_piece_by_piece_while_nobody_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with puppet_at_work() as (puppet, worker, turnstile):
+        first = worker.submit(Request("first 1 1"))
+        turnstile.wait_for_worker()
+        puppet.pieces = 3
+        turnstile.open(2)
+        # Nobody saves before the end of the answer is out.
+        assert isinstance(last(first), End)
+        until(lambda: turnstile.name == "piece")
+        second = worker.submit(Request("second 1 1"))
+        turnstile.open()
+        assert isinstance(last(second), End)
+        until(lambda: not puppet.pieces)
+        puppet.faults["piece"] = RuntimeError("[metal] out of memory")
+        puppet.pieces = 1
+        for name in ("third", "fourth"):
+            assert isinstance(last(worker.submit(Request(f"{name} 0 1"))), End)
+    assert puppet.steps[:7] == ["first", "first", "piece", "second", "second", "piece", "piece"]
+    assert puppet.steps.count("piece") == 4 and "out of memory" in caplog.text
 
 
 def test_a_fault_is_logged_without_what_it_quotes(caplog: pytest.LogCaptureFixture) -> None:
