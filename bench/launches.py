@@ -13,10 +13,11 @@ from bench.report import Report
 from bench.setting import ROOT
 from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import parse_config
+from mlx_engine.ops.traffic import NOTHING, Traffic, added
 from mlx_engine.sampling import Sampling
 from tests.kernels.step import decode_step
 from tests.kernels.trace import Launch
-from tests.kernels.traffic import floor_bytes, launch_bytes, state_read_bytes
+from tests.kernels.traffic import floor_bytes, state_read_bytes, traffic
 
 # After these the step closes a group of every source of compressed rows.
 CONTEXTS = (8_191, 131_071)
@@ -29,7 +30,7 @@ BANDWIDTHS = (819, 546)
 class _Operation:
     launches: int = 0
     in_layers: int = 0
-    n_bytes: int = 0
+    moved: Traffic = NOTHING
 
 
 def main() -> int:
@@ -48,9 +49,13 @@ def main() -> int:
             least = floor_bytes(config) + state_read_bytes(config, tokens + 1)
             per_layer.append(every.in_layers / config.num_hidden_layers)
             per_token.append(every.launches)
-            ratios.append(every.n_bytes / least)
+            ratios.append(every.moved.unique_bytes / least)
             report.results[f"{tokens + 1} tokens, {name}"] = {
-                op_name: {"launches": op.launches, "bytes": op.n_bytes}
+                op_name: {
+                    "launches": op.launches,
+                    "bytes": op.moved.unique_bytes,
+                    "total_bytes": op.moved.total_bytes,
+                }
                 for op_name, op in operations.items()
             }
             report.line()
@@ -78,25 +83,29 @@ def _operations(config: ModelConfig, launches: list[Launch]) -> dict[str, _Opera
         operation = found[launch.name if launch.kernel else f"MLX {launch.name}"]
         operation.launches += 1
         operation.in_layers += 0 <= launch.source < config.num_hidden_layers
-        operation.n_bytes += launch_bytes(launch)
-    return dict(sorted(found.items(), key=lambda item: -item[1].n_bytes))
+        operation.moved += traffic(launch)
+    return dict(sorted(found.items(), key=lambda item: -item[1].moved.unique_bytes))
 
 
 def _print(report: Report, operations: dict[str, _Operation], least: int) -> None:
     every = _total(operations)
-    table = {**operations, "all": every, "all that must be read": _Operation(0, 0, least)}
+    must = _Operation(0, 0, Traffic(least, least))
     report.table(
-        ("", "launches", "in layers", "MB", *(f"us at {gb_s} GB/s" for gb_s in BANDWIDTHS)),
+        (
+            *("", "launches", "in layers", "MB", "loaded and stored, MB"),
+            *(f"us at {gb_s} GB/s" for gb_s in BANDWIDTHS),
+        ),
         [
             (
                 name,
-                *(op.launches, op.in_layers, op.n_bytes / 1e6),
-                *(op.n_bytes / gb_s / 1e3 for gb_s in BANDWIDTHS),
+                *(op.launches, op.in_layers),
+                *(n / 1e6 for n in (op.moved.unique_bytes, op.moved.total_bytes)),
+                *(op.moved.unique_bytes / gb_s / 1e3 for gb_s in BANDWIDTHS),
             )
-            for name, op in table.items()
+            for name, op in {**operations, "all": every, "all that must be read": must}.items()
         ],
     )
-    report.line("0 MB: counted with the launch before, in whose formula both are")
+    report.line("loaded and stored: by all threads, a byte for each, most of them from a cache")
 
 
 def _total(operations: dict[str, _Operation]) -> _Operation:
@@ -104,7 +113,7 @@ def _total(operations: dict[str, _Operation]) -> _Operation:
     return _Operation(
         sum(op.launches for op in found),
         sum(op.in_layers for op in found),
-        sum(op.n_bytes for op in found),
+        added(*(op.moved for op in found)),
     )
 
 

@@ -17,6 +17,8 @@
 // simdgroup. From 80 groups of heads on (10 queries), nothing is cut and store_out ends the work.
 // 640 rows are 215 KB and 84 MFLOP for 64 heads, 390 FLOP for each byte of a row; with the sums of
 // the slices, written by one launch and read by the next, 28 for each byte.
+// To be measured on a Mac: every tile reads its heads' q again, and turns it again. For 8 heads q
+// would fit into 32 registers of a thread.
 
 constant constexpr int THREADS = 256;
 constant constexpr int SIMDGROUPS = THREADS / 32;
@@ -122,11 +124,14 @@ inline void attend(
     const int row = matrix_row(lane);
     const int column = matrix_column(lane);
 
+    DS41_UNROLL
     for (int i = 0; i < OWNED; i++) {
         sums.top[i] = BELOW_ALL;
         sums.total[i] = 0.0f;
     }
+    DS41_UNROLL
     for (int h = 0; h < HEADS / 8; h++) {
+        DS41_UNROLL
         for (int c = 0; c < CHANNELS; c++) {
             sums.out[h][c] = matrix_of(0.0f, 0.0f);
         }
@@ -142,6 +147,7 @@ inline void attend(
             const int half_tile = int(simdgroup) % (TILE / 8);
             const int quarter = int(simdgroup) / (TILE / 8);
             Matrix score[HEADS / 8];
+            DS41_UNROLL
             for (int h = 0; h < HEADS / 8; h++) {
                 score[h] = matrix_of(0.0f, 0.0f);
             }
@@ -151,6 +157,7 @@ inline void attend(
                     pairs + (8 * half_tile + column) * PITCH + (channel + row) / 2;
                 const Matrix keys =
                     matrix_of(bf16_half(key[0], row % 2), bf16_half(key[PITCH], row % 2));
+                DS41_UNROLL
                 for (int h = 0; h < HEADS / 8; h++) {
                     float2 query = float2(0.0f);
                     if (head + 8 * h + row < heads) {
@@ -167,6 +174,7 @@ inline void attend(
                         score[h], matrix_of(query.x, query.y), keys, score[h]);
                 }
             }
+            DS41_UNROLL
             for (int h = 0; h < HEADS / 8; h++) {
                 threadgroup float* out = scores + (quarter * HEADS + 8 * h + row) * TILE
                     + 8 * half_tile + column;
@@ -178,6 +186,7 @@ inline void attend(
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         // 3. Weights, relative to the largest score so far.
+        DS41_UNROLL
         for (int i = 0; i < OWNED; i++) {
             const int h = head_of(i, simdgroup, lane);
             if (16 * i + 2 * int(simdgroup) < HEADS) {
@@ -202,8 +211,10 @@ inline void attend(
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         // 4. Weighted rows, each simdgroup for its channels.
+        DS41_UNROLL
         for (int h = 0; h < HEADS / 8; h++) {
             const float factor = factors[8 * h + row];
+            DS41_UNROLL
             for (int c = 0; c < CHANNELS; c++) {
                 sums.out[h][c].thread_elements()[0] *= factor;
                 sums.out[h][c].thread_elements()[1] *= factor;
@@ -211,14 +222,17 @@ inline void attend(
         }
         for (int k = 0; k < TILE; k += 8) {
             Matrix weight[HEADS / 8];
+            DS41_UNROLL
             for (int h = 0; h < HEADS / 8; h++) {
                 const threadgroup float* at = weights + (8 * h + row) * TILE + k + column;
                 weight[h] = matrix_of(at[0], at[1]);
             }
+            DS41_UNROLL
             for (int c = 0; c < CHANNELS; c++) {
                 const int channel = 8 * (int(simdgroup) * CHANNELS + c) + column;
                 const uint pair = pairs[(k + row) * PITCH + channel / 2];
                 const Matrix values = matrix_of(bf16_half(pair, 0), bf16_half(pair, 1));
+                DS41_UNROLL
                 for (int h = 0; h < HEADS / 8; h++) {
                     simdgroup_multiply_accumulate(
                         sums.out[h][c], weight[h], values, sums.out[h][c]);
@@ -240,14 +254,19 @@ inline void store_part(
     uint simdgroup,
     uint lane) {
     constexpr int CHANNELS = D / 64;
+    DS41_UNROLL
     for (int h = 0; h < HEADS / 8; h++) {
         const int to = head + 8 * h + matrix_row(lane);
-        for (int c = 0; c < CHANNELS && to < heads; c++) {
+        DS41_UNROLL
+        for (int c = 0; c < CHANNELS; c++) {
             const int channel = 8 * (int(simdgroup) * CHANNELS + c) + matrix_column(lane);
-            *reinterpret_cast<device float2*>(parts + size_t(to) * D + channel) =
-                elements_of(sums.out[h][c]);
+            if (to < heads) {
+                *reinterpret_cast<device float2*>(parts + size_t(to) * D + channel) =
+                    elements_of(sums.out[h][c]);
+            }
         }
     }
+    DS41_UNROLL
     for (int i = 0; i < (HEADS + 15) / 16; i++) {
         const int h = head_of(i, simdgroup, lane);
         if (h < HEADS && head + h < heads && lane % TILE == 0) {
@@ -272,6 +291,7 @@ inline void store_out(
     uint simdgroup,
     uint lane) {
     constexpr int CHANNELS = D / 64;
+    DS41_UNROLL
     for (int i = 0; i < (HEADS + 15) / 16; i++) {
         const int h = head_of(i, simdgroup, lane);
         if (h < HEADS && head + h < heads && lane % TILE == 0) {
@@ -282,10 +302,12 @@ inline void store_out(
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    DS41_UNROLL
     for (int h = 0; h < HEADS / 8; h++) {
         const int of_group = 8 * h + matrix_row(lane);
         if (head + of_group < heads) {
             const float factor = factors[of_group];
+            DS41_UNROLL
             for (int c = 0; c < CHANNELS; c++) {
                 const int channel = 8 * (int(simdgroup) * CHANNELS + c) + matrix_column(lane);
                 float2 x = factor * elements_of(sums.out[h][c]);

@@ -4,6 +4,12 @@
 // Codes are read packed, as released: e4m3 four to a 32-bit word and e2m1 eight, lowest first.
 // Scales are e8m0 bytes, powers of two, which a kernel turns into a float by placing the exponent.
 
+// Before a loop of constant length that indexes a thread's own array: only as registers, which have
+// no index, is such an array fast. A compiler that needs none of it may define this as nothing.
+#ifndef DS41_UNROLL
+#define DS41_UNROLL _Pragma("clang loop unroll(full)")
+#endif
+
 constant constexpr uint SIMD = 32;
 // What an e2m1 code's bits at an f16's place must be multiplied with.
 constant constexpr float E2M1_UNIT = 16384.0f;

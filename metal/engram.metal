@@ -24,6 +24,7 @@ inline void engram_rows(const device uint* codes, S scales, device T* rows, uint
     const uint word = codes[at];
     const float scale = e8m0(uint(scales[at / 8]));
     vec<T, 4> values;
+    DS41_UNROLL
     for (uint i = 0; i < 4; i++) {
         const uint code = word >> (8 * i) & 0xffu;
         // Tables are too large to be searched for damage at the start: it must show in the results.
@@ -61,6 +62,7 @@ inline void engram_gate(
     float squares = 0.0f;
     float key_squares = 0.0f;
     float agreement = 0.0f;
+    DS41_UNROLL
     for (uint i = 0; i < OWN; i++) {
         const uint d = 4 * (i * THREADS + thread_index);
         if (d < D) {
@@ -81,6 +83,7 @@ inline void engram_gate(
     // e^-root cannot overflow; the sigmoid is 1 / (1 + e) or e / (1 + e).
     const float e = exp(-sqrt(max(abs(s), 1e-6f)));
     const float gate = (s < 0.0f ? e : 1.0f) / (1.0f + e);
+    DS41_UNROLL
     for (uint i = 0; i < OWN; i++) {
         const uint d = 4 * (i * THREADS + thread_index);
         if (d < D) {

@@ -41,16 +41,12 @@ constexpr uint tile_words() {
 // The first of `pairs` places in the sorted order whose expert is at least `expert`.
 template <typename Ids, typename Order>
 inline uint first_pair(Ids ids, Order order, uint pairs, uint expert) {
-    uint low = 0, high = pairs;
-    while (low < high) {
-        const uint middle = (low + high) / 2;
-        if (uint(ids[order[middle]]) < expert) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
+    uint low = 0;
+    // The same number of steps whatever it finds, so that lanes stay together.
+    for (uint left = pairs; left > 1; left -= left / 2) {
+        low += uint(ids[order[low + left / 2 - 1]]) < expert ? left / 2 : 0;
     }
-    return low;
+    return low + (uint(ids[order[low]]) < expert ? 1 : 0);
 }
 
 // Tiles of four words: expert, first place in the sorted order, pairs, nothing. A thread an expert;
@@ -103,6 +99,7 @@ inline void stage_rows(
     uint thread_index) {
     constexpr uint STEP = TILE_THREADS / 8;
     const uint column = thread_index % 8 * 4;
+    DS41_UNROLL
     for (uint i = 0; i * STEP < M; i++) {
         const uint r = thread_index / 8 + i * STEP;
         if (r < M) {
@@ -125,8 +122,10 @@ inline void stage_weights(
     uint half_row) {
     const uint2 words = reinterpret_cast<const device uint2*>(codes)[2 * group + half_row];
     const float scale = e8m0(uint(scales[group]));
+    DS41_UNROLL
     for (uint i = 0; i < 2; i++) {
         vec<T, 4> low, high;
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             const half2 pair = e2m1_pair(words[i], j);
             low[j] = T(float(pair.x) * E2M1_UNIT * scale);
@@ -158,7 +157,9 @@ inline void multiply_tile(
     threadgroup T* left = reinterpret_cast<threadgroup T*>(memory);
     threadgroup T* right = left + M * OPERAND_STRIDE;
     simdgroup_matrix<float, 8, 8> sum[DOWN][ACROSS];
+    DS41_UNROLL
     for (uint i = 0; i < DOWN; i++) {
+        DS41_UNROLL
         for (uint j = 0; j < ACROSS; j++) {
             sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
         }
@@ -171,15 +172,19 @@ inline void multiply_tile(
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (uint k = 0; k < GROUP; k += 8) {
             simdgroup_matrix<T, 8, 8> a[DOWN], b[ACROSS];
+            DS41_UNROLL
             for (uint i = 0; i < DOWN; i++) {
                 simdgroup_load(a[i], left + (row + 8 * i) * OPERAND_STRIDE + k, OPERAND_STRIDE);
             }
+            DS41_UNROLL
             for (uint j = 0; j < ACROSS; j++) {
                 simdgroup_load(
                     b[j], right + (column + 8 * j) * OPERAND_STRIDE + k, OPERAND_STRIDE,
                     ulong2(0, 0), true);
             }
+            DS41_UNROLL
             for (uint i = 0; i < DOWN; i++) {
+                DS41_UNROLL
                 for (uint j = 0; j < ACROSS; j++) {
                     simdgroup_multiply_accumulate(sum[i][j], a[i], b[j], sum[i][j]);
                 }
@@ -187,7 +192,9 @@ inline void multiply_tile(
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    DS41_UNROLL
     for (uint i = 0; i < DOWN; i++) {
+        DS41_UNROLL
         for (uint j = 0; j < ACROSS; j++) {
             simdgroup_store(
                 sum[i][j], memory + (row + 8 * i) * SUM_STRIDE + column + 8 * j, SUM_STRIDE);
@@ -219,6 +226,7 @@ inline void gate_up_tile(
         return;
     }
     uint place[(M + 15) / 16];
+    DS41_UNROLL
     for (uint i = 0; i < (M + 15) / 16; i++) {
         const uint r = thread_index / 8 + 16 * i;
         place[i] = r < rows ? uint(order[first + r]) / K : 0;
@@ -256,6 +264,7 @@ inline void down_tile(
         return;
     }
     uint place[(M + 15) / 16];
+    DS41_UNROLL
     for (uint i = 0; i < (M + 15) / 16; i++) {
         place[i] = first + thread_index / 8 + 16 * i;
     }

@@ -25,6 +25,8 @@
 // down: a simdgroup makes DOWN_ROWS rows of out over all experts of all tokens, so that nothing is
 // added up between threadgroups: 2,560 simdgroups, 32 a core, each with the loads of two rows under
 // way. Threadgroup memory: 12 bytes for each of tokens * k ids.
+// To be measured on a Mac: a simdgroup reads activations for its two rows alone, in down twice the
+// bytes of the weights, all from a cache. Four rows would halve that, for twice the registers.
 
 constant constexpr uint CHUNK = 16;
 constant constexpr uint GATE_ROWS = 2;
@@ -48,6 +50,7 @@ struct Fp8Format {
 
 // Two codes that lie 16 bits apart in a word become halves at once.
 inline void decode(uint2 words, thread half2* w) {
+    DS41_UNROLL
     for (uint i = 0; i < 8; i++) {
         w[i] = e2m1_pair(words[i / 4], i % 4);
     }
@@ -56,6 +59,7 @@ inline void decode(uint2 words, thread half2* w) {
 // Exponent and mantissa of e4m3 moved to a half's place are the value times 2^-8, subnormals
 // included.
 inline void decode(uint4 words, thread half2* w) {
+    DS41_UNROLL
     for (uint i = 0; i < 8; i++) {
         const uint q = words[i / 2] << (8 - i % 2 * 8);
         w[i] = as_type<half2>((q & 0x80008000u) | (q >> 1 & 0x3f803f80u));
@@ -63,27 +67,29 @@ inline void decode(uint4 words, thread half2* w) {
 }
 
 // A chunk of R rows: `codes` and `scales` point to the first one's; a row has `words` words, and
-// the next row's scales lie `scale_stride` further.
-template <typename F, uint R, typename Scales>
+// the next row's scales lie STRIDE further, or are the same ones.
+template <typename F, uint R, uint STRIDE, typename Scales>
 inline void load_weights(
     const device uint* codes,
     uint words,
     Scales scales,
-    uint scale_stride,
     uint chunk,
     thread half2* w,
     thread float* scale) {
+    DS41_UNROLL
     for (uint r = 0; r < R; r++) {
         const device uint* row = codes + r * words + chunk * F::WORDS;
         decode(*reinterpret_cast<const device typename F::Words*>(row), w + r * CHUNK / 2);
-        scale[r] = e8m0(uint(scales[r * scale_stride + chunk / 2]));
+        scale[r] = r > 0 && STRIDE == 0 ? scale[0] : e8m0(uint(scales[r * STRIDE + chunk / 2]));
     }
 }
 
 template <typename T>
 inline void load_chunk(const device T* x, thread float* out) {
+    DS41_UNROLL
     for (uint i = 0; i < CHUNK; i += 4) {
         const vec<T, 4> v = *reinterpret_cast<const device vec<T, 4>*>(x + i);
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             out[i + j] = float(v[j]);
         }
@@ -94,8 +100,10 @@ inline void load_chunk(const device T* x, thread float* out) {
 template <typename F, uint R>
 inline void add_products(
     const thread half2* w, const thread float* scale, const thread float* x, thread float* sum) {
+    DS41_UNROLL
     for (uint r = 0; r < R; r++) {
         float dot = 0.0f;
+        DS41_UNROLL
         for (uint i = 0; i < CHUNK / 2; i++) {
             const uint low = i / F::APART * 2 * F::APART + i % F::APART;
             const half2 pair = w[r * CHUNK / 2 + i];
@@ -107,7 +115,7 @@ inline void add_products(
 }
 
 // The sums over K of GATE_ROWS rows of w1 and of w3 for every token with a slot: sum[t][row].
-template <typename F, typename T, uint TOKENS, uint K, typename Scales>
+template <typename F, typename T, uint TOKENS, uint K, uint STRIDE, typename Scales>
 inline void gate_up_products(
     const device T* x,
     const thread uint* slot,
@@ -115,7 +123,6 @@ inline void gate_up_products(
     const device uint* w3,
     Scales w1_scale,
     Scales w3_scale,
-    uint scale_stride,
     uint lane,
     thread float* sum) {
     constexpr uint R = GATE_ROWS;
@@ -123,9 +130,9 @@ inline void gate_up_products(
     for (uint chunk = lane; chunk < K / CHUNK; chunk += SIMD) {
         half2 w[2 * R * CHUNK / 2];
         float scale[2 * R];
-        load_weights<F, R>(w1, WORDS, w1_scale, scale_stride, chunk, w, scale);
-        load_weights<F, R>(
-            w3, WORDS, w3_scale, scale_stride, chunk, w + R * CHUNK / 2, scale + R);
+        load_weights<F, R, STRIDE>(w1, WORDS, w1_scale, chunk, w, scale);
+        load_weights<F, R, STRIDE>(w3, WORDS, w3_scale, chunk, w + R * CHUNK / 2, scale + R);
+        DS41_UNROLL
         for (uint t = 0; t < TOKENS; t++) {
             if (slot[t] != NO_SLOT) {
                 float values[CHUNK];
@@ -178,20 +185,23 @@ inline void gate_up(
     constexpr uint R = GATE_ROWS;
     uint slot[TOKENS];
     float sum[TOKENS * 2 * R];
+    DS41_UNROLL
     for (uint i = 0; i < TOKENS * 2 * R; i++) {
         sum[i] = 0.0f;
     }
     if (place == 0) {
+        DS41_UNROLL
         for (uint t = 0; t < TOKENS; t++) {
             slot[t] = K;
         }
         const uint codes = row * (D / 4), tile = row / 32 * (D / 32);
-        gate_up_products<Fp8Format, T, TOKENS, D>(
+        gate_up_products<Fp8Format, T, TOKENS, D, 0>(
             x, slot, shared_w1 + codes, shared_w3 + codes, shared_w1_scale + tile,
-            shared_w3_scale + tile, 0, lane, sum);
+            shared_w3_scale + tile, lane, sum);
     } else {
         const uint expert = uint(ids[place - 1]);
         bool is_first = true;
+        DS41_UNROLL
         for (uint t = 0; t < TOKENS; t++) {
             slot[t] = NO_SLOT;
             for (uint s = 0; s < K; s++) {
@@ -205,15 +215,16 @@ inline void gate_up(
             return;
         }
         const uint codes = (expert * I + row) * (D / 8), group = (expert * I + row) * (D / 32);
-        gate_up_products<Fp4Format, T, TOKENS, D>(
-            x, slot, w1 + codes, w3 + codes, w1_scale + group, w3_scale + group, D / 32, lane,
-            sum);
+        gate_up_products<Fp4Format, T, TOKENS, D, D / 32>(
+            x, slot, w1 + codes, w3 + codes, w1_scale + group, w3_scale + group, lane, sum);
     }
+    DS41_UNROLL
     for (uint t = 0; t < TOKENS; t++) {
         if (slot[t] == NO_SLOT) {
             continue;
         }
         const float weight = place == 0 ? 1.0f : weights[t * K + slot[t]];
+        DS41_UNROLL
         for (uint r = 0; r < R; r++) {
             const float gate = simd_sum(sum[t * 2 * R + r]);
             const float up = simd_sum(sum[t * 2 * R + R + r]);
@@ -292,6 +303,7 @@ inline void down(
             ids, expert, slots, lists + 2 * TOKENS * K, thread_index, threads);
     }
     float sum[TOKENS * R];
+    DS41_UNROLL
     for (uint i = 0; i < TOKENS * R; i++) {
         sum[i] = 0.0f;
     }
@@ -302,8 +314,9 @@ inline void down(
     for (uint i = lane; i < count * CHUNKS; i += SIMD) {
         const uint u = i / CHUNKS, chunk = i % CHUNKS;
         const uint from = (TOKENS > 1 ? expert[u] : uint(ids[u])) * D + row;
-        load_weights<Fp4Format, R>(
-            w2 + from * (I / 8), I / 8, w2_scale + from * (I / 32), I / 32, chunk, w, scale);
+        load_weights<Fp4Format, R, I / 32>(
+            w2 + from * (I / 8), I / 8, w2_scale + from * (I / 32), chunk, w, scale);
+        DS41_UNROLL
         for (uint t = 0; t < TOKENS; t++) {
             const uint slot = TOKENS > 1 ? slots[u] >> 4 * t & 15 : u;
             if (slot != NO_SLOT) {
@@ -313,14 +326,16 @@ inline void down(
         }
     }
     for (uint chunk = lane; chunk < CHUNKS; chunk += SIMD) {
-        load_weights<Fp8Format, R>(
-            shared_w2 + row * (I / 4), I / 4, shared_w2_scale + row / 32 * (I / 32), 0, chunk, w,
+        load_weights<Fp8Format, R, 0>(
+            shared_w2 + row * (I / 4), I / 4, shared_w2_scale + row / 32 * (I / 32), chunk, w,
             scale);
+        DS41_UNROLL
         for (uint t = 0; t < TOKENS; t++) {
             load_chunk(act + (t * (K + 1) + K) * I + chunk * CHUNK, values);
             add_products<Fp8Format, R>(w, scale, values, sum + t * R);
         }
     }
+    DS41_UNROLL
     for (uint i = 0; i < TOKENS * R; i++) {
         const float total = simd_sum(sum[i]);
         if (lane == 0) {

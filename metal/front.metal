@@ -150,14 +150,21 @@ inline float pooled(Rows rows, Rows gates, uint group, uint channel) {
     if constexpr (RATIO == 1) {
         return rows.at(first, channel);
     } else {
-        float top = gates.at(first, channel);
+        float gate[RATIO];
+        DS41_UNROLL
+        for (uint i = 0; i < RATIO; i++) {
+            gate[i] = gates.at(first + i, channel);
+        }
+        float top = gate[0];
+        DS41_UNROLL
         for (uint i = 1; i < RATIO; i++) {
-            top = max(top, gates.at(first + i, channel));
+            top = max(top, gate[i]);
         }
         float sum = 0.0f;
         float total = 0.0f;
+        DS41_UNROLL
         for (uint i = 0; i < RATIO; i++) {
-            const float share = exp(gates.at(first + i, channel) - top);
+            const float share = exp(gate[i] - top);
             sum += share * rows.at(first + i, channel);
             total += share;
         }
@@ -281,6 +288,7 @@ inline float head_weight(
     for (uint i = 4 * thread_index; i < K; i += 2 * D) {
         const vec<T, 4> a = *reinterpret_cast<const device vec<T, 4>*>(x + i);
         const vec<W, 4> b = *reinterpret_cast<const device vec<W, 4>*>(weights + i);
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             sum += float(a[j]) * float(b[j]);
         }

@@ -77,8 +77,10 @@ inline RowsOfBlocks<Blocks> rows_of_blocks(Blocks blocks, uint size) {
 // Sixteen values of a key as bf16. Two codes that lie 16 bits apart in a word move at once to a
 // half's exponent and mantissa, where they are the value times 2^-14.
 inline void stage_codes(uint2 words, float scale, threadgroup bfloat16_t* out) {
+    DS41_UNROLL
     for (uint i = 0; i < 2; i++) {
         uint word = words[i];
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             const half2 pair =
                 as_type<half2>((word << 12 & 0x80008000u) | (word << 9 & 0x0e000e00u));
@@ -118,6 +120,7 @@ inline void index_scores(
     }
     // A quad adds up the heads of a key.
     float weight[HEADS / 4];
+    DS41_UNROLL
     for (uint i = 0; i < HEADS / 4; i++) {
         const uint head = 4 * i + lane % 4;
         weight[i] = head < H ? head_weights[head] : 0.0f;
@@ -138,6 +141,7 @@ inline void index_scores(
         }
         uint2 words[GROUPS];
         float scale[GROUPS];
+        DS41_UNROLL
         for (uint g = 0; g < GROUPS; g++) {
             words[g] = uint2(0);
             scale[g] = 0.0f;
@@ -148,24 +152,30 @@ inline void index_scores(
             }
         }
         simdgroup_matrix<float, 8, 8> dot[2][HEADS / 8];
+        DS41_UNROLL
         for (uint i = 0; i < 2; i++) {
+            DS41_UNROLL
             for (uint j = 0; j < HEADS / 8; j++) {
                 dot[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
             }
         }
+        DS41_UNROLL
         for (uint g = 0; g < GROUPS; g++) {
             stage_codes(words[g], scale[g], staged + lane / 2 * KEY_PITCH + lane % 2 * 16);
             simdgroup_barrier(mem_flags::mem_threadgroup);
             for (uint c = 0; c < CHANNELS; c += 8) {
                 simdgroup_matrix<bfloat16_t, 8, 8> key[2];
+                DS41_UNROLL
                 for (uint i = 0; i < 2; i++) {
                     simdgroup_load(key[i], staged + 8 * i * KEY_PITCH + c, KEY_PITCH);
                 }
+                DS41_UNROLL
                 for (uint j = 0; j < HEADS / 8; j++) {
                     simdgroup_matrix<bfloat16_t, 8, 8> head;
                     simdgroup_load(
                         head, queries + 8 * j * PITCH + g * CHANNELS + c, PITCH, ulong2(0, 0),
                         true);
+                    DS41_UNROLL
                     for (uint i = 0; i < 2; i++) {
                         simdgroup_multiply_accumulate(dot[i][j], key[i], head, dot[i][j]);
                     }
@@ -173,12 +183,15 @@ inline void index_scores(
             }
             simdgroup_barrier(mem_flags::mem_threadgroup);
         }
+        DS41_UNROLL
         for (uint i = 0; i < 2; i++) {
+            DS41_UNROLL
             for (uint j = 0; j < HEADS / 8; j++) {
                 simdgroup_store(dot[i][j], own + 8 * j, SUM_PITCH);
             }
             simdgroup_barrier(mem_flags::mem_threadgroup);
             float score = 0.0f;
+            DS41_UNROLL
             for (uint j = 0; j < HEADS / 4; j++) {
                 score += weight[j] * max(own[lane / 4 * SUM_PITCH + 4 * j + lane % 4], 0.0f);
             }
@@ -301,6 +314,7 @@ inline void select_top(
     uint lane) {
     const uint own = first + simdgroup * SIMD * SHARE + lane;
     uint key[SHARE];
+    DS41_UNROLL
     for (uint i = 0; i < SHARE; i++) {
         const uint entry = own + i * SIMD;
         key[i] = entry < end ? source.key(entry) : 0;
@@ -312,6 +326,7 @@ inline void select_top(
     for (uint bit = 0x80000000u; bit != 0; bit >>= 1) {
         const uint trial = threshold | bit;
         uint count = 0;
+        DS41_UNROLL
         for (uint i = 0; i < SHARE; i++) {
             count += key[i] >= trial ? 1 : 0;
         }
@@ -326,6 +341,7 @@ inline void select_top(
 
     // Entries above the threshold are counted in the low half of a word, equal ones in the high.
     uint count = 0;
+    DS41_UNROLL
     for (uint i = 0; i < SHARE; i++) {
         count += key[i] > threshold ? 1 : key[i] == threshold ? 0x10000 : 0;
     }
@@ -333,6 +349,7 @@ inline void select_top(
         group_counts(count, scratch + turn * SIMD, simdgroups, simdgroup, lane);
     const uint equals = K - (counts.x & 0xffffu);
     uint before = counts.y;
+    DS41_UNROLL
     for (uint i = 0; i < SHARE; i++) {
         const uint entry = own + i * SIMD;
         const uint mine = key[i] > threshold ? 1 : key[i] == threshold ? 0x10000 : 0;

@@ -17,7 +17,8 @@
 //   their loads in flight. N/4 falls short of it where N < 5120, there SPLIT, up to 8, makes up for
 //   it. Two products of one x are one launch, whose first threadgroups make the one and the others
 //   the other: 1792 simdgroups for wq_a with wkv, 2048 for a compressor's two. Short of it is the
-//   index keys' product alone, 64 on 128 KB.
+//   index keys' product alone, 64 on 128 KB. To be measured on a Mac: x is loaded 8 bytes at a time,
+//   from places 32 apart, and wq_b's 80 pieces leave a sixth of 32 lanes idle.
 //
 // Many rows: bound by arithmetic, in simdgroup matrices. A threadgroup of 4 simdgroups makes
 //   64 x 64 outputs, each simdgroup 32 x 32 in 16 matrices. It walks K in tiles of 32, the width of
@@ -115,25 +116,32 @@ inline void few_rows(
     for (uint piece = part * SIMD + lane; piece < PIECES; piece += SIMD * SPLIT) {
         // Past the last output and row the last one is made again, and not stored.
         uint4 bits[ROWS];
+        DS41_UNROLL
         for (uint r = 0; r < ROWS; r++) {
             bits[r] = weight[min(first + r, uint(N - 1)) * PIECES + piece];
         }
         float products[M][ROWS] = {};
+        DS41_UNROLL
         for (uint i = 0; i < VALUES / 4; i++) {
             float4 w[ROWS];
+            DS41_UNROLL
             for (uint r = 0; r < ROWS; r++) {
                 w[r] = Piece<W>::quad(bits[r], i);
             }
+            DS41_UNROLL
             for (uint m = 0; m < M; m++) {
                 const uint row = min(at.z * M + m, rows - 1);
                 const float4 v = load4(x + row * G * K + piece * VALUES + 4 * i);
+                DS41_UNROLL
                 for (uint r = 0; r < ROWS; r++) {
                     products[m][r] += dot(w[r], v);
                 }
             }
         }
         const float s = tiles.at(min(first, uint(N - 1)) / TILE, piece * VALUES / TILE);
+        DS41_UNROLL
         for (uint m = 0; m < M; m++) {
+            DS41_UNROLL
             for (uint r = 0; r < ROWS; r++) {
                 // The unit first: it times the largest scale would overflow.
                 sum[m][r] += products[m][r] * Piece<W>::UNIT * s;
@@ -143,7 +151,9 @@ inline void few_rows(
 
     // Lane m * ROWS + r keeps the sum of row m and output r.
     float mine = 0.0f;
+    DS41_UNROLL
     for (uint m = 0; m < M; m++) {
+        DS41_UNROLL
         for (uint r = 0; r < ROWS; r++) {
             const float total = simd_sum(sum[m][r]);
             mine = lane == m * ROWS + r ? total : mine;
@@ -199,7 +209,9 @@ inline void many_rows(
     const uint own_n = simdgroup % 2 * TILE;
 
     simdgroup_matrix<float, 8, 8> sum[4][4];
+    DS41_UNROLL
     for (uint i = 0; i < 4; i++) {
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
         }
@@ -223,6 +235,7 @@ inline void many_rows(
             const uint n = min(first_n + row, uint(N - 1));
             const uint4 bits = weight[n * PIECES + (k + column) / VALUES];
             const float s = tiles.at(n / TILE, k / TILE);
+            DS41_UNROLL
             for (uint q = 0; q < VALUES / 4; q++) {
                 const float4 w = Piece<W>::quad(bits, q) * Piece<W>::UNIT * s;
                 *(threadgroup vec<C, 4>*)(right + row * PITCH + column + 4 * q) = vec<C, 4>(w);
@@ -232,12 +245,15 @@ inline void many_rows(
         for (uint step = 0; step < TILE; step += 8) {
             simdgroup_matrix<C, 8, 8> a[4];
             simdgroup_matrix<C, 8, 8> b[4];
+            DS41_UNROLL
             for (uint i = 0; i < 4; i++) {
                 simdgroup_load(a[i], left + (own_m + 8 * i) * PITCH + step, PITCH);
                 simdgroup_load(
                     b[i], right + (own_n + 8 * i) * PITCH + step, PITCH, ulong2(0, 0), true);
             }
+            DS41_UNROLL
             for (uint i = 0; i < 4; i++) {
+                DS41_UNROLL
                 for (uint j = 0; j < 4; j++) {
                     simdgroup_multiply_accumulate(sum[i][j], a[i], b[j], sum[i][j]);
                 }
@@ -245,11 +261,12 @@ inline void many_rows(
         }
     }
 
-    // Eight rows at a time pass through threadgroup memory: where a lane's elements of a matrix lie
-    // is not documented, and matrices of f32 cannot be stored as bf16.
+    // Eight rows at a time pass through threadgroup memory: matrices of f32 cannot be stored as bf16.
     threadgroup float* stripe = stripes + simdgroup * 8 * TILE;
     const uint n = first_n + own_n + lane;
+    DS41_UNROLL
     for (uint i = 0; i < 4; i++) {
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             simdgroup_store(sum[i][j], stripe + 8 * j, TILE);
         }

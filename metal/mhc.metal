@@ -18,7 +18,8 @@
 //      them in threadgroup memory (1 KiB a token), and writes its part of 26 sums a token. fn, 2 MB
 //      at the released width, is read once for the tokens of a threadgroup: 0.5 operations a byte
 //      a token. Geometry: 80 threadgroups for D = 5120, one a core, each lane with 6 loads of 16
-//      bytes of fn in flight; a prefill has T/8 times as many.
+//      bytes of fn in flight; a prefill has T/8 times as many. To be measured on a Mac: those loads
+//      start when the streams are expanded, and could start before, for 24 registers.
 //   2. A threadgroup of 16 simdgroups a token adds up the parts, normalises x, and its first
 //      simdgroup makes the coefficients, the 4 x 4 matrix in 16 lanes. 104 bytes of threadgroup
 //      memory. For one token this is one core's work on 30 KB; it cannot start before the sums.
@@ -38,22 +39,29 @@ constant constexpr uint SLICE_SIMDGROUPS = 8;
 
 // Arrays of few values lie in the constant space: their pointers' types are parameters P.
 
-template <typename T, int D, typename P, typename Q>
-inline T expanded(
-    const device T* h, const device T* streams, P post, Q comb, uint token, uint k, uint d) {
-    float v = post[token * HC + k] * float(h[token * D + d]);
+// A channel of stream k after a sublayer, from what it wrote and the channel of all streams.
+template <typename P, typename Q>
+inline float expanded(float written, const thread float* old, P post, Q comb, uint token, uint k) {
+    float v = post[token * HC + k] * written;
+    DS41_UNROLL
     for (uint j = 0; j < HC; j++) {
-        v += comb[(token * HC + j) * HC + k] * float(streams[(token * HC + j) * D + d]);
+        v += comb[(token * HC + j) * HC + k] * old[j];
     }
-    return T(v);
+    return v;
 }
 
 // The streams after a sublayer, all of them.
 template <typename T, int D, typename P, typename Q>
 inline void expand(
     const device T* h, const device T* streams, P post, Q comb, device T* out, uint2 at) {
+    const float written = float(h[at.y * D + at.x]);
+    float old[HC];
+    DS41_UNROLL
+    for (uint j = 0; j < HC; j++) {
+        old[j] = float(streams[(at.y * HC + j) * D + at.x]);
+    }
     for (uint k = 0; k < HC; k++) {
-        out[(at.y * HC + k) * D + at.x] = expanded<T, D>(h, streams, post, comb, at.y, k, at.x);
+        out[(at.y * HC + k) * D + at.x] = T(expanded(written, old, post, comb, at.y, k));
     }
 }
 
@@ -76,7 +84,12 @@ inline void expand_slice(
         float v = 0.0f;
         const uint token = at.y * M + m;
         if (d < D && token < tokens) {
-            const T rounded = expanded<T, D>(h, streams, post, comb, token, k, d);
+            float old[HC];
+            DS41_UNROLL
+            for (uint j = 0; j < HC; j++) {
+                old[j] = float(streams[(token * HC + j) * D + d]);
+            }
+            const T rounded = T(expanded(float(h[token * D + d]), old, post, comb, token, k));
             out[(token * HC + k) * D + d] = rounded;
             v = float(rounded);
         }
@@ -118,11 +131,14 @@ inline void sum_slice(
         const uint d = at.x * SLICE + e % SLICE;
         if (d < D) {
             float4 w[EACH];
+            DS41_UNROLL
             for (uint r = 0; r < EACH; r++) {
                 w[r] = *(const device float4*)(fn + ((column + r) * HC + e / SLICE) * D + d);
             }
+            DS41_UNROLL
             for (uint m = 0; m < M; m++) {
                 const float4 v = *(threadgroup const float4*)(values + m * HC * SLICE + e);
+                DS41_UNROLL
                 for (uint r = 0; r < EACH; r++) {
                     dots[m][r] += dot(w[r], v);
                 }
@@ -131,7 +147,9 @@ inline void sum_slice(
     }
     // Lane m * EACH + r keeps the sum of token m and column r.
     float mine = 0.0f;
+    DS41_UNROLL
     for (uint m = 0; m < M; m++) {
+        DS41_UNROLL
         for (uint r = 0; r < EACH; r++) {
             const float total = simd_sum(dots[m][r]);
             mine = lane == m * EACH + r ? total : mine;
@@ -170,11 +188,17 @@ inline void collapse_slice(
     constexpr uint SLICES = (D + SLICE - 1) / SLICE;
     const uint token = at.y * M + simdgroup;
     if (simdgroup < M && token < tokens) {
+        float share[HC];
+        DS41_UNROLL
+        for (uint k = 0; k < HC; k++) {
+            share[k] = pre[token * HC + k];
+        }
         float squares = 0.0f;
         for (uint i = lane; i < SLICE; i += SIMD) {
             float v = 0.0f;
+            DS41_UNROLL
             for (uint k = 0; k < HC; k++) {
-                v += pre[token * HC + k] * values[(simdgroup * HC + k) * SLICE + i];
+                v += share[k] * values[(simdgroup * HC + k) * SLICE + i];
             }
             const uint d = at.x * SLICE + i;
             if (d < D) {
@@ -222,7 +246,7 @@ inline void coefficients(
     const float r = rsqrt(totals[COLUMNS] / float(HC * D) + epsilons[1]);
     if (lane < 2 * HC) {
         const float m = totals[lane] * r * scale[lane / HC] + base[lane];
-        // The power that cannot overflow, which fast arithmetic would not allow.
+        // The power that cannot overflow.
         const float power = exp(-abs(m));
         const float gate = (m < 0.0f ? power : 1.0f) / (1.0f + power);
         if (lane < HC) {
@@ -321,11 +345,17 @@ inline void collapse_norm(
     uint thread_index,
     uint simdgroup,
     uint lane) {
+    float share[HC];
+    DS41_UNROLL
+    for (uint k = 0; k < HC; k++) {
+        share[k] = pre[token * HC + k];
+    }
     float squares = 0.0f;
     for (uint d = thread_index; d < D; d += threads) {
         float v = 0.0f;
+        DS41_UNROLL
         for (uint k = 0; k < HC; k++) {
-            v += pre[token * HC + k] * float(streams[(token * HC + k) * D + d]);
+            v += share[k] * float(streams[(token * HC + k) * D + d]);
         }
         v = float(T(v));
         collapsed[d] = v;

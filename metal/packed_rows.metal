@@ -48,6 +48,7 @@ inline void unpack_window(const device uint* row, int part, threadgroup uint4* o
     }
     const float scale = e8m0(reinterpret_cast<const device uchar*>(row + D / 4)[part / 2]);
     uint pairs[8];
+    DS41_UNROLL
     for (int i = 0; i < 8; i++) {
         const uint two = codes[i / 2] >> 16 * (i % 2);
         pairs[i] = bf16_pair(e4m3(two & 0xffu) * scale, e4m3(two >> 8 & 0xffu) * scale);
@@ -68,6 +69,7 @@ inline void unpack_compressed(const device uint* row, int part, threadgroup uint
     }
     const float scale = e4m3(reinterpret_cast<const device uchar*>(row + D / 8)[part]);
     uint pairs[8];
+    DS41_UNROLL
     for (int i = 0; i < 8; i++) {
         const uint two = codes[i / 4] >> 8 * (i % 4);
         pairs[i] = bf16_pair(e2m1(two & 0xfu) * scale, e2m1(two >> 4 & 0xfu) * scale);

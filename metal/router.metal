@@ -56,6 +56,7 @@ inline void router_scores(
     const device W* row = gate + expert * D;
     float sum[TOKENS];
     float r[TOKENS];
+    DS41_UNROLL
     for (uint t = 0; t < TOKENS; t++) {
         sum[t] = 0.0f;
         r[t] = norm_factor<D>(total_sum<D>(sums, t, COLUMNS + 1, lane), norm_eps);
@@ -63,24 +64,30 @@ inline void router_scores(
     for (uint d = thread_index * VALUES; d < D; d += threads * VALUES) {
         float w[VALUES];
         float norm[VALUES];
+        DS41_UNROLL
         for (uint i = 0; i < VALUES; i += 4) {
             const vec<W, 4> v = *reinterpret_cast<const device vec<W, 4>*>(row + d + i);
             const vec<N, 4> n = *reinterpret_cast<const device vec<N, 4>*>(norm_weight + d + i);
+            DS41_UNROLL
             for (uint j = 0; j < 4; j++) {
                 w[i + j] = float(v[j]);
                 norm[i + j] = float(n[j]);
             }
         }
+        DS41_UNROLL
         for (uint t = 0; t < TOKENS; t++) {
+            DS41_UNROLL
             for (uint i = 0; i < VALUES; i += 4) {
                 const vec<T, 4> v =
                     *reinterpret_cast<const device vec<T, 4>*>(collapsed + t * D + d + i);
+                DS41_UNROLL
                 for (uint j = 0; j < 4; j++) {
                     sum[t] += float(T(float(v[j]) * r[t] * norm[i + j])) * w[i + j];
                 }
             }
         }
     }
+    DS41_UNROLL
     for (uint t = 0; t < TOKENS; t++) {
         const float logit = group_sum(sum[t], scratch, threads / SIMD, simdgroup, lane) / temp;
         if (thread_index == 0) {
@@ -111,6 +118,7 @@ inline void router_choose(
     float score[OWN];
     uint key[OWN];
     bool chosen[OWN];
+    DS41_UNROLL
     for (uint i = 0; i < OWN; i++) {
         const uint e = lane * OWN + i;
         score[i] = e < E ? scores[e] : 0.0f;
@@ -119,12 +127,14 @@ inline void router_choose(
     }
     for (uint round = 0; round < K; round++) {
         uint best = 0;
+        DS41_UNROLL
         for (uint i = 0; i < OWN; i++) {
             best = chosen[i] ? best : max(best, key[i]);
         }
         const uint top = simd_max(best);
         // The first of equals: lanes hold neighbouring experts, in order.
         bool is_mine = simd_min(best == top ? lane : SIMD) == lane;
+        DS41_UNROLL
         for (uint i = 0; i < OWN; i++) {
             const bool take = is_mine && !chosen[i] && key[i] == top;
             chosen[i] = chosen[i] || take;
@@ -133,12 +143,14 @@ inline void router_choose(
     }
     uint count = 0;
     float sum = 0.0f;
+    DS41_UNROLL
     for (uint i = 0; i < OWN; i++) {
         count += chosen[i] ? 1 : 0;
         sum += chosen[i] ? score[i] : 0.0f;
     }
     const float total = NORM ? simd_sum(sum) + 1e-20f : 1.0f;
     uint place = simd_prefix_exclusive_sum(count);
+    DS41_UNROLL
     for (uint i = 0; i < OWN; i++) {
         if (chosen[i]) {
             ids[place] = int(lane * OWN + i);

@@ -70,7 +70,7 @@ inline uint parts_of(uint V) {
     return (V + PART - 1) / PART;
 }
 
-// NaN as -inf, tested by its bits since fast arithmetic knows no NaN.
+// NaN as -inf, tested by its bits, which no compiler's arithmetic can overlook.
 inline float number(float logit) {
     const uint bits = as_type<uint>(logit);
     return as_type<float>((bits & 0x7fffffffu) > 0x7f800000u ? 0xff800000u : bits);
@@ -257,17 +257,18 @@ inline Edge narrowed(
 
 // The bits that MLX draws for entry n of V: Threefry-2x32 (Salmon et al., 2011) of 20 rounds makes
 // those of n and of n + ceil(V / 2) from the two counts.
-template <typename K>
-inline uint random_bits(K key, uint n, uint V) {
+inline uint random_bits(uint2 key, uint n, uint V) {
     const uint half_way = (V + 1) / 2;
     const bool is_second = n >= half_way;
     const uint first = is_second ? n - half_way : n;
     const uint second = first + half_way < V ? first + half_way : 0;
-    const uint keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1bd11bdau};
+    const uint keys[3] = {key.x, key.y, key.x ^ key.y ^ 0x1bd11bdau};
     const uint turns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
     uint x = first + keys[0];
     uint y = second + keys[1];
+    DS41_UNROLL
     for (uint i = 0; i < 5; i++) {
+        DS41_UNROLL
         for (uint j = 0; j < 4; j++) {
             const uint turn = turns[i % 2][j];
             x += y;
@@ -328,13 +329,13 @@ inline void simd_best(thread float& value, thread uint& id) {
 }
 
 // A part's best value and its id. Of the logits from the edge on, or of all without NUCLEUS.
-template <bool NUCLEUS, typename L, typename K>
+template <bool NUCLEUS, typename L>
 inline void sampling_draw(
     L logits,
     uint V,
     Rule rule,
     Edge edge,
-    K key,
+    uint2 key,
     const device float* bins,
     device float* values,
     device uint* ids,
@@ -348,6 +349,7 @@ inline void sampling_draw(
     uint equals = 0;
     // Neighbours, so that equals have their ranks in the order of ids.
     const uint own = part * PART + thread_index * SHARE;
+    DS41_UNROLL
     for (uint i = 0; i < SHARE; i++) {
         logit[i] = own + i < V ? number(logits[own + i]) : 0.0f;
         equals += own + i < V && float_order(logit[i]) == edge.key ? 1 : 0;
@@ -360,9 +362,10 @@ inline void sampling_draw(
     // What is not kept loses against what is, even where its value rounds to nothing.
     float best = -1.0f;
     uint id = NOBODY;
-    for (uint i = 0; i < SHARE && own + i < V; i++) {
+    DS41_UNROLL
+    for (uint i = 0; i < SHARE; i++) {
         const float w = weight(logit[i], rule);
-        bool is_kept = w > 0.0f;
+        bool is_kept = own + i < V && w > 0.0f;
         if (NUCLEUS) {
             const uint order = float_order(logit[i]);
             const bool is_edge = order == edge.key;
@@ -393,13 +396,14 @@ inline void sampling_draw(
 template <typename T, typename I>
 inline void sampling_first(T values, I ids, uint parts, device uint* token, uint lane) {
     float best = -1.0f;
-    uint id = NOBODY;
+    uint part = 0;
     for (uint p = lane; p < parts; p += SIMD) {
-        id = values[p] > best ? ids[p] : id;
-        best = max(best, values[p]);
+        const float value = values[p];
+        part = value > best ? p : part;
+        best = max(best, value);
     }
-    simd_best(best, id);
+    simd_best(best, part);
     if (lane == 0) {
-        token[0] = id;
+        token[0] = ids[part];
     }
 }

@@ -190,7 +190,7 @@ def _result(
         found = work.compute(work.inputs, 0)
         launches, counter.is_checking = counter.launches, False
         with launch.using(None):
-            fault = _fault(found, work.compute(work.inputs, 0))
+            fault = fault_of(found, work.compute(work.inputs, 0))
         if not launches:
             fault = "no kernel was launched"
         if fault:
@@ -204,7 +204,7 @@ def _result(
     return Result(*about, launches=launches, measured=measured)
 
 
-def _fault(found: list[mx.array], wanted: list[mx.array]) -> str:
+def fault_of(found: list[mx.array], wanted: list[mx.array]) -> str:
     """How a result differs from the reference's, empty if it agrees."""
     for i, (ours, reference) in enumerate(zip(found, wanted, strict=True)):
         if (ours.shape, ours.dtype) != (reference.shape, reference.dtype):

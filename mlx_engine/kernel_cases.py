@@ -13,12 +13,18 @@ from typing import Any, Literal, TypeAlias
 import mlx.core as mx
 
 from mlx_engine import kernel_state_cases as state
-from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_different, work
-from mlx_engine.ops import engram, expert_tiles, experts, linear, mhc, mhc_bytes
+from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_each, work
+from mlx_engine.ops import engram, experts, linear, mhc
+from mlx_engine.ops.engram_bytes import engram_gate_bytes
+from mlx_engine.ops.experts_bytes import moe_bytes, tiles_bytes
+from mlx_engine.ops.linear_bytes import fp8_linear_bytes, linear_f32_bytes
 from mlx_engine.ops.mhc import MhcSublayer, Mixing
-from mlx_engine.ops.mhc_bytes import HC
-from mlx_engine.ops.router import Router, Routing, choose_bytes, mhc_route, router_scores_bytes
-from mlx_engine.ops.sampling import draw, draw_bytes
+from mlx_engine.ops.mhc_bytes import HC, mhc_between_bytes
+from mlx_engine.ops.router import Router, Routing, mhc_route
+from mlx_engine.ops.router_bytes import choose_bytes, router_scores_bytes
+from mlx_engine.ops.sampling import draw
+from mlx_engine.ops.sampling_bytes import draw_bytes
+from mlx_engine.ops.traffic import added
 from mlx_engine.weights import EngramWeights, FfnWeights, Fp8, MhcWeights
 
 _EPS = 1e-20
@@ -43,9 +49,10 @@ def _between(s: Sizes, T: int, numbers: Numbers, *, has_router: bool = False) ->
     streams = numbers.normal(T, HC, D)
     shares = mx.softmax(numbers.normal(T, 2 + HC, HC, dtype=mx.float32), axis=-1)
     last = Mixing(shares[:, 0], shares[:, 1], shares[:, 2:])
-    n_bytes, own_bytes = sum(mhc_bytes.mhc_between_bytes(T, D, value_bytes=2)), 4 * columns * HC * D
+    first, second = mhc_between_bytes(T, D, value_bytes=2)
+    own_bytes = 4 * columns * HC * D
     if has_router:
-        n_bytes += router_scores_bytes(T, E, D)
+        second = router_scores_bytes(T, E, D, value_bytes=2)
         own_bytes += 2 * E * D
 
     def sublayer() -> MhcSublayer:
@@ -68,7 +75,7 @@ def _between(s: Sizes, T: int, numbers: Numbers, *, has_router: bool = False) ->
         numbers.normal(T, D),
         compute,
         [(sublayer(), router()) for _ in range(copies(s, own_bytes))],
-        n_bytes,
+        added(first, second).unique_bytes,
         own_bytes,
     )
 
@@ -86,7 +93,7 @@ def _fp8(
         numbers.normal(T, k),
         linear.fp8_linear,
         [numbers.fp8(n, k) for _ in range(copies(s, n * k))],
-        linear.fp8_linear_bytes(T, n, k, value_bytes=2),
+        fp8_linear_bytes(T, n, K=k, value_bytes=2).unique_bytes,
         n * k,
     )
 
@@ -94,12 +101,11 @@ def _fp8(
 def _fp8_pair(s: Sizes, T: int, numbers: Numbers) -> Work:
     D, outputs = s.hidden_size, (s.q_lora_rank, s.head_dim)
     own_bytes = sum(outputs) * D
-    n_bytes = sum(linear.fp8_linear_bytes(T, N, D, value_bytes=2) for N in outputs)
     return work(
         numbers.normal(T, D),
         lambda x, w: linear.fp8_linear_pair(x, *w),
         [tuple(numbers.fp8(N, D) for N in outputs) for _ in range(copies(s, own_bytes))],
-        n_bytes - 2 * T * D,  # x is read once
+        fp8_linear_bytes(T, *outputs, K=D, value_bytes=2).unique_bytes,
         own_bytes,
     )
 
@@ -111,7 +117,7 @@ def _plain_pair(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D),
         lambda x, w: linear.linear_f32_pair(x, *w),
         [(numbers.normal(N, D), numbers.normal(N, D)) for _ in range(copies(s, own_bytes))],
-        2 * linear.linear_f32_bytes(T, N, D, value_bytes=2) - 2 * T * D,  # x is read once
+        linear_f32_bytes(T, N, N, K=D, value_bytes=2).unique_bytes,
         own_bytes,
     )
 
@@ -119,8 +125,10 @@ def _plain_pair(s: Sizes, T: int, numbers: Numbers) -> Work:
 def _output(s: Sizes, T: int, numbers: Numbers) -> Work:
     G, rank, D = s.o_groups, s.o_lora_rank, s.hidden_size
     K = s.num_attention_heads * s.head_dim // G
-    n_bytes = linear.fp8_linear_bytes(T, rank, K, value_bytes=2, G=G)
-    n_bytes += linear.fp8_linear_bytes(T, D, G * rank, value_bytes=2)
+    products = (
+        fp8_linear_bytes(T, rank, K=K, value_bytes=2, G=G),
+        fp8_linear_bytes(T, D, K=G * rank, value_bytes=2),
+    )
     own_bytes = G * rank * (K + D)
     return work(
         numbers.normal(T, s.num_attention_heads, s.head_dim),
@@ -129,7 +137,7 @@ def _output(s: Sizes, T: int, numbers: Numbers) -> Work:
             (numbers.fp8(rank, K, groups=G), numbers.fp8(D, G * rank))
             for _ in range(copies(s, own_bytes))
         ],
-        n_bytes,
+        added(*products).unique_bytes,
         own_bytes,
     )
 
@@ -140,7 +148,7 @@ def _head(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D),
         linear.linear_f32,
         [numbers.normal(V, D) for _ in range(copies(s, 2 * V * D))],
-        linear.linear_f32_bytes(T, V, D, value_bytes=2),
+        linear_f32_bytes(T, V, K=D, value_bytes=2).unique_bytes,
         2 * V * D,
     )
 
@@ -168,12 +176,13 @@ def _moe(s: Sizes, T: int, numbers: Numbers) -> Work:
 
     if T > s.few_tokens:
         ids = numbers.choices(T, k, E)
-        n_bytes = choose_bytes(T, k, E) + expert_tiles.tiles_bytes(
-            *(T, k, E, D, I_D, 2), experts=count_different(ids)
-        )
-        # The shared expert's products, in launches of their own.
+        # The shared expert's products are launches of their own.
         shared = ((I_D, D), (I_D, D), (D, I_D))
-        n_bytes += sum(linear.fp8_linear_bytes(T, N, K, value_bytes=2) for N, K in shared)
+        n_bytes = added(
+            choose_bytes(T, k, E),
+            *tiles_bytes(T, k, E, D, I_D, 2, pairs_of=count_each(ids)),
+            *(fp8_linear_bytes(T, N, K=K, value_bytes=2) for N, K in shared),
+        ).unique_bytes
         # Some launches need x alone, some the scores.
         inputs = x, numbers.scores(ids, E)
         return Work(inputs, lambda both, _: [compute(both[0], both[1], ffn)], 1, n_bytes, n_bytes)
@@ -184,7 +193,7 @@ def _moe(s: Sizes, T: int, numbers: Numbers) -> Work:
         x,
         lambda x, w: compute(x, *w),
         [(numbers.scores(some, E), replace(ffn, **shared_expert())) for some in ids],
-        experts.moe_bytes(T, k, E, D, I_D, 2),
+        added(*moe_bytes(T, k, E, D, I_D, 2)).unique_bytes,
         own_bytes,
     )
 
@@ -202,7 +211,7 @@ def _engram(s: Sizes, T: int, numbers: Numbers) -> Work:
             EngramWeights(numbers.fp8(N, width), numbers.normal(HC, D), numbers.normal(HC, D))
             for _ in range(copies(s, N * width))
         ],
-        sum(engram.engram_gate_bytes(T, HC, D, width, value_bytes=2)),
+        added(*engram_gate_bytes(T, HC, D, width, value_bytes=2)).unique_bytes,
         N * width,
     )
 
@@ -212,7 +221,7 @@ def _draw(s: Sizes, _: int, numbers: Numbers) -> Work:
         numbers.normal(s.vocab_size, dtype=mx.float32),
         lambda logits, key: draw(logits, key, temperature=1.0, top_p=0.95, min_p=0.0),
         [mx.random.key(seed) for seed in range(16)],
-        sum(draw_bytes(s.vocab_size, has_top_p=True)),
+        added(*draw_bytes(s.vocab_size, has_top_p=True)).unique_bytes,
     )
 
 

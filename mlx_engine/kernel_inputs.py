@@ -206,6 +206,6 @@ def copies(sizes: Sizes, own_bytes: int) -> int:
     return max(-(-sizes.cold_bytes // own_bytes), 1)
 
 
-def count_different(ids: mx.array) -> int:
-    """How many different ones there are."""
-    return np.unique(np.array(ids, dtype=np.int32)).size
+def count_each(ids: mx.array) -> list[int]:
+    """How often each of the different ones occurs."""
+    return np.unique(np.array(ids, dtype=np.int32), return_counts=True)[1].tolist()

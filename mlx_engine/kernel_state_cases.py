@@ -5,11 +5,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_engine.formats import COMPRESSED, INDEX, WINDOW, CacheFormats
-from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_different, work
+from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_each, work
 from mlx_engine.ops import attention, front, front_bytes, indexer
-from mlx_engine.ops.attention import SelectedRows, WindowRows
-from mlx_engine.ops.attention_bytes import sparse_attention_bytes
+from mlx_engine.ops.attention import Chosen, SelectedRows, WindowRows
+from mlx_engine.ops.attention_bytes import Seen, sparse_attention_bytes
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries
+from mlx_engine.ops.indexer_bytes import choose_rows_bytes
+from mlx_engine.ops.traffic import added
 
 _EPS = 1e-20
 _FORMATS = CacheFormats()
@@ -22,9 +24,9 @@ def window_row(s: Sizes, T: int, numbers: Numbers) -> Work:
     norms = numbers.normal(L), numbers.normal(D)
     options: dict[str, Any] = {"eps": _EPS, "fmt": WINDOW}
     rings: list[front.Ring | None] = [None]
-    n_bytes, own_bytes = front_bytes.attention_front_bytes(T, T, L, D, R, 2), 0
+    moved, own_bytes = front_bytes.attention_front_bytes(T, T, L, D, R, 2), 0
     if T == 1:
-        n_bytes = front_bytes.in_ring_bytes(s.sliding_window, L, D, R, 2)
+        moved = front_bytes.in_ring_bytes(s.sliding_window, L, D, R, 2)
         own_bytes = 4 * s.sliding_window * WINDOW.words(D)
         windows = numbers.packed(WINDOW, D, s.sliding_window, copies(s, own_bytes))
         rings = [front.Ring(window, 1) for window in windows]
@@ -32,7 +34,7 @@ def window_row(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, L),
         lambda latent, ring: front.attention_front(latent, kv, *norms, at, ring=ring, **options),
         rings,
-        n_bytes,
+        moved.unique_bytes,
         own_bytes,
     )
 
@@ -47,7 +49,7 @@ def compressed_row(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(2 * groups, D, dtype=mx.float32),
         lambda kv, _: front.pooled_rows(kv, gate, norm, at, **options),
         [None],
-        front_bytes.pooled_rows_bytes(groups, 2, D, R, 2),
+        front_bytes.pooled_rows_bytes(groups, 2, D, R, 2).unique_bytes,
     )
 
 
@@ -60,7 +62,7 @@ def index_key(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D, dtype=mx.float32),
         lambda key, _: front.encoded_keys(key, norm, at, **options),
         [None],
-        front_bytes.encoded_keys_bytes(T, D, R),
+        front_bytes.encoded_keys_bytes(T, D, R).unique_bytes,
     )
 
 
@@ -73,7 +75,7 @@ def index_queries(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, H, D),
         lambda q, w: front.index_queries(q, x, w, at, fmt=INDEX),
         [numbers.normal(H, K) for _ in range(copies(s, own_bytes))],
-        front_bytes.index_queries_bytes(T, H, D, K, R, 2),
+        front_bytes.index_queries_bytes(T, H, D, K, R, 2).unique_bytes,
         own_bytes,
     )
 
@@ -100,17 +102,18 @@ def choose(s: Sizes, T: int, numbers: Numbers, *, has_candidates: bool) -> Work:
         queries = IndexQueries(q, head_weights, visible)
         return indexer.choose_rows(queries, among[0], candidates=among[1], **options)[0]
 
+    launches = choose_rows_bytes(
+        *(T, S, H, D, s.index_topk),
+        value_bytes=2,
+        block_size=size,
+        candidate_blocks=B if has_candidates else None,
+    )
     return work(
         # Of both signs and small, as index queries are: exact in bf16.
         mx.round(numbers.normal(T, H, D)),
         best,
         [(keys[copy // sharing], blocks[copy]) for copy in range(count)],
-        indexer.choose_rows_bytes(
-            *(T, S, H, D, s.index_topk),
-            itemsize=2,
-            block_size=size,
-            candidate_blocks=B if has_candidates else None,
-        ),
+        added(*launches).unique_bytes,
         own_bytes,
     )
 
@@ -137,6 +140,17 @@ def attend(s: Sizes, T: int, numbers: Numbers) -> Work:
     def attended(q: mx.array, read: tuple[WindowRows, SelectedRows]) -> mx.array:
         return attention.sparse_attention(q, reach - 1, *read, sinks, **options)
 
+    launches = sparse_attention_bytes(
+        (T, H, D),
+        R,
+        Chosen.LISTED,
+        [Seen(reach, k, k)] * T,
+        window_rows=reach + T - 1,
+        compressed_rows=len(count_each(ids[0])),
+        most_rows=reach + k,
+        value_bytes=2,
+        turns_q=True,
+    )
     return work(
         numbers.normal(T, H, D),
         attended,
@@ -148,15 +162,6 @@ def attend(s: Sizes, T: int, numbers: Numbers) -> Work:
             )
             for copy in range(count)
         ],
-        sparse_attention_bytes(
-            (T, H, D),
-            R,
-            window_rows=reach + T - 1,
-            compressed_rows=count_different(ids[0]),
-            most_rows=reach + k,
-            chosen=T * k,
-            value_bytes=2,
-            turns_q=True,
-        ),
+        added(*launches).unique_bytes,
         own_bytes,
     )

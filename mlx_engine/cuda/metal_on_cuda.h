@@ -3,7 +3,7 @@
 //
 // It needs compute capability 8.0. kernels.py puts it before a family's file, which then stands in
 // the same namespace, and so does the kernel. Only what those files use is here; a function that is missing is a
-// compiler's error. Differences that no compiler sees: arithmetic is IEEE's (Metal's is fast), and
+// compiler's error. Differences that no compiler sees: arithmetic is IEEE's (Metal flushes subnormals), and
 // all 32 lanes must take part in a simd operation.
 
 #include <cuda_bf16.h>
@@ -27,6 +27,9 @@
 #define simdgroup_index_in_threadgroup (thread_index_in_threadgroup / 32)
 #define thread_index_in_simdgroup (thread_index_in_threadgroup % 32)
 #define simdgroups_per_threadgroup ((blockDim.x * blockDim.y * blockDim.z + 31) / 32)
+
+// NVRTC unrolls such loops by itself.
+#define DS41_UNROLL
 
 // The lanes of mma.sync's accumulators, in the place of Metal's.
 #define SIMDGROUP_MATRIX_ROW(lane) ((lane) / 4)

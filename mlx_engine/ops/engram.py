@@ -9,11 +9,11 @@ from math import gcd
 import mlx.core as mx
 
 from mlx_engine.ops import launch
-from mlx_engine.ops.linear import fp8_linear, fp8_linear_bytes, fp8_linear_reference
+from mlx_engine.ops.linear import fp8_linear, fp8_linear_reference
 from mlx_engine.weights import EngramWeights, Fp8
 
 # Values that a thread takes at once, and the most threads of a stream's gate: two turns for 5,120.
-_VALUES = 4
+VALUES = 4
 _MAX_THREADS = 640
 _ROW_THREADS = 128
 
@@ -75,19 +75,6 @@ def _gate_reference(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps:
     return (h + gate[..., None] * value).astype(streams.dtype)
 
 
-def engram_gate_bytes(
-    T: int, hc: int, D: int, E: int, *, value_bytes: int, weight_bytes: int = 2
-) -> tuple[int, int, int]:
-    """Bytes that each launch of `engram_gate` must move: the rows, the product, the gate.
-
-    `value_bytes` is an activation's size, `weight_bytes` that of a value of q_weight.
-    """
-    rows = T * (E + E // 32 + E * value_bytes)
-    product = fp8_linear_bytes(T, (hc + 1) * D, E, value_bytes=value_bytes)
-    gate = T * (3 * hc + 1) * D * value_bytes + 2 * hc * D * weight_bytes + 4
-    return rows, product, gate
-
-
 _ROWS = launch.Kernel(
     "engram",
     "engram_rows",
@@ -109,8 +96,13 @@ _GATE = launch.Kernel(
 )
 
 
+def gate_threads(D: int) -> int:
+    """Threads of a stream's gate."""
+    return min(_MAX_THREADS, -(-D // (32 * VALUES)) * 32)
+
+
 def _rows_metal(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-    T, threads = codes.shape[0], codes.size // _VALUES
+    T, threads = codes.shape[0], codes.size // VALUES
     (rows,) = _ROWS(
         (codes.view(mx.uint32), scales),
         template=[("T", dtype)],
@@ -125,7 +117,7 @@ def _rows_metal(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _gate_metal(streams: mx.array, kv: mx.array, w: EngramWeights, norm_eps: float) -> mx.array:
     T, hc, D = streams.shape
-    threads = min(_MAX_THREADS, -(-D // (32 * _VALUES)) * 32)
+    threads = gate_threads(D)
     (out,) = _GATE(
         (streams, kv, w.q_weight, w.k_weight, norm_eps),
         template=[

@@ -52,8 +52,8 @@ _DOWN_TILES = Kernel(
 )
 # TILE_THREADS and TILE_COLUMNS of expert_tiles.metal; one threadgroup of a thread an expert lists
 # the tiles.
-_TILE_THREADS = 128
-_TILE_COLUMNS = 64
+TILE_THREADS = 128
+TILE_COLUMNS = 64
 MAX_EXPERTS = 1024
 
 
@@ -97,16 +97,16 @@ def routed_tiles_metal(
     (act,) = _GATE_UP_TILES(
         [x, order, weights, tiles, *_parts(ffn.w1), *_parts(ffn.w3), limit],
         template=[*template, ("K", k)],
-        grid=(I_D // (_TILE_COLUMNS // 2) * _TILE_THREADS, tile_count, 1),
-        threadgroup=(_TILE_THREADS, 1, 1),
+        grid=(I_D // (TILE_COLUMNS // 2) * TILE_THREADS, tile_count, 1),
+        threadgroup=(TILE_THREADS, 1, 1),
         shapes=[(pairs, I_D)],
         dtypes=[x.dtype],
     )
     (out,) = _DOWN_TILES(
         [act, order, tiles, *_parts(ffn.w2)],
         template=template,
-        grid=(-(-D // _TILE_COLUMNS) * _TILE_THREADS, tile_count, 1),
-        threadgroup=(_TILE_THREADS, 1, 1),
+        grid=(-(-D // TILE_COLUMNS) * TILE_THREADS, tile_count, 1),
+        threadgroup=(TILE_THREADS, 1, 1),
         shapes=[(pairs, D)],
         dtypes=[mx.float32],
     )
@@ -115,20 +115,3 @@ def routed_tiles_metal(
 
 def _parts(w: Fp4) -> tuple[mx.array, mx.array]:
     return w.weight, w.scale
-
-
-def tiles_bytes(
-    T: int, k: int, E: int, D: int, I_D: int, itemsize: int, *, experts: int | None = None
-) -> int:
-    """Bytes that the two products read and write; listing the tiles takes a few bytes a pair.
-
-    `experts`: how many different ones the tokens chose, by default as many as they can.
-    """
-    pairs = T * k
-    experts = min(pairs, E) if experts is None else experts
-    fp4 = D * I_D // 2 + D * I_D // 32
-    tiles = 16 * (pairs // tile_rows(pairs, E) + min(pairs, E))
-    act = pairs * I_D * itemsize
-    gate_up = tiles + T * D * itemsize + 8 * pairs + 2 * experts * fp4 + 4 + act
-    down = tiles + act + 4 * pairs + experts * fp4 + 4 * pairs * D
-    return gate_up + down

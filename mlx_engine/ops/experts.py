@@ -33,11 +33,10 @@ def moe(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.a
     T, E = routing.scores.shape
     is_few = T <= _FEW_TOKENS and routing.router.k <= _MAX_SLOTS and launch.is_on("experts")
     is_native = launch.is_native("experts") and x.dtype == mx.bfloat16
-    if is_few and not is_native:
-        return moe_metal(x, routing, ffn, limit=limit)
-    ids, weights = routing.chosen()
     if is_few:
-        return moe_few_tokens(x, ids, weights, ffn, limit=limit)
+        compute = moe_few_tokens if is_native else moe_metal
+        return compute(x, routing, ffn, limit=limit)
+    ids, weights = routing.chosen()
     if T > _FEW_TOKENS and E <= MAX_EXPERTS and launch.is_on("expert_tiles"):
         return _moe_in_tiles(x, ids, weights, ffn, limit=limit)
     return moe_reference(x, ids, weights, ffn, limit=limit)
@@ -141,9 +140,10 @@ _DOWN = Kernel(
     also=("mhc", "router"),
 )
 # Rows that a simdgroup makes, GATE_ROWS and DOWN_ROWS of experts.metal.
-_ROWS = 2
+ROWS = 2
 # A simdgroup for each token's choice.
-_THREADS = 256
+GATE_THREADS = 256
+DOWN_THREADS = 64
 
 
 def moe_metal(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
@@ -163,18 +163,18 @@ def moe_metal(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -
         template=[
             *template,
             *(("E", routing.scores.shape[1]), ("NORM", router.norm_topk_prob)),
-            ("THREADS", _THREADS),
+            ("THREADS", GATE_THREADS),
         ],
-        grid=(I_D // _ROWS * 32, T * router.k + 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(I_D // ROWS * 32, T * router.k + 1, 1),
+        threadgroup=(GATE_THREADS, 1, 1),
         shapes=[(T, router.k + 1, I_D), (T, router.k)],
         dtypes=[x.dtype, mx.int32],
     )
     (out,) = _DOWN(
         [act, ids, *_parts(ffn.w2), *_parts(ffn.shared_w2)],
         template=template,
-        grid=(D // _ROWS * 32, 1, 1),
-        threadgroup=(64, 1, 1),
+        grid=(D // ROWS * 32, 1, 1),
+        threadgroup=(DOWN_THREADS, 1, 1),
         shapes=[(T, D)],
         dtypes=[x.dtype],
     )
@@ -192,28 +192,9 @@ def _moe_in_tiles(
     return _add_shared(routed, x, ffn, limit)
 
 
-def moe_bytes(
-    T: int, k: int, E: int, D: int, I_D: int, itemsize: int, *, experts: int | None = None
-) -> int:
-    """Bytes that `moe_metal` reads and writes for T tokens in a dtype of `itemsize` bytes.
-
-    `experts`: how many different ones the tokens chose, by default T * k.
-    """
-    experts = T * k if experts is None else experts
-    fp4, fp8 = D * I_D // 2 + D * I_D // 32, D * I_D + D * I_D // 32**2
-    x, act, chosen = T * D * itemsize, T * (k + 1) * I_D * itemsize, 4 * T * k
-    choice = 4 * T * E + 4 * E + 4 + chosen
-    gate_up = 2 * (experts * fp4 + fp8) + x + choice + 4 + act
-    down = experts * fp4 + fp8 + act + chosen + x
-    return gate_up + down
-
-
 @launch.probe("experts")
 def _few_tokens_agree() -> bool:
-    def native(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
-        return moe_few_tokens(x, *choose_reference(routing), ffn, limit=limit)
-
-    forms = (native, moe_metal) if launch.is_native("experts") else (moe_metal,)
+    forms = (moe_few_tokens, moe_metal) if launch.is_native("experts") else (moe_metal,)
     return all(_agrees(form, T) for form in forms for T in (1, 3))
 
 

@@ -1,41 +1,67 @@
-"""The bytes that each launch of the attention front's kernels must move, from shapes alone."""
+"""The bytes that each launch of the attention front's kernels moves, from shapes alone.
 
-from mlx_engine.formats import COMPRESSED, WINDOW
+A threadgroup of D/2 threads makes a row; norms' weights are bf16.
+"""
+
+from mlx_engine.formats import COMPRESSED, INDEX, WINDOW
+from mlx_engine.ops.traffic import Traffic, added, moved, number
+
+_NORM_BYTES = 2
 
 
 def attention_front_bytes(
     tokens: int, queries: int, q_lora_rank: int, head_dim: int, rotated: int, value_bytes: int
-) -> int:
-    """Bytes that `attention_front` reads and writes, for weights in bf16."""
-    row = head_dim * value_bytes + 2 * 4 * rotated + 4 * WINDOW.words(head_dim)
-    weights = 2 * (head_dim + q_lora_rank)
-    return tokens * row + queries * 2 * q_lora_rank * value_bytes + weights + 4
+) -> Traffic:
+    """`attention_front`, which reads a latent twice: for its squares, and to scale it."""
+    latent = queries * q_lora_rank * value_bytes
+    return added(
+        moved(tokens * (head_dim * value_bytes + 2 * 4 * rotated + 4 * WINDOW.words(head_dim))),
+        moved(head_dim * _NORM_BYTES, tokens),
+        moved(latent, 2),
+        moved(latent),
+        moved(q_lora_rank * _NORM_BYTES, queries),
+        number((tokens + queries) * head_dim // 2),
+    )
 
 
-def in_ring_bytes(window: int, q_lora_rank: int, head_dim: int, rotated: int, size: int) -> int:
-    """Bytes that `attention_front` reads and writes for a token and its ring, as above."""
-    one = attention_front_bytes(1, 1, q_lora_rank, head_dim, rotated, size)
-    return one + 2 * (window - 1) * 4 * WINDOW.words(head_dim) + 4
+def in_ring_bytes(
+    window: int, q_lora_rank: int, head_dim: int, rotated: int, value_bytes: int
+) -> Traffic:
+    """`attention_front` for a token and its ring, whose other rows are copied."""
+    return added(
+        attention_front_bytes(1, 1, q_lora_rank, head_dim, rotated, value_bytes),
+        moved(2 * (window - 1) * 4 * WINDOW.words(head_dim)),
+        number((window + 1) * head_dim // 2),
+    )
 
 
 def pooled_rows_bytes(
     groups: int, ratio: int, head_dim: int, rotated: int, value_bytes: int
-) -> int:
-    """Bytes that `pooled_rows` reads and writes, for a norm's weight in bf16; gates if it pools."""
+) -> Traffic:
+    """`pooled_rows`, with gates if it pools."""
     read = 4 * head_dim * (2 * ratio if ratio > 1 else 1) + 2 * 4 * rotated
     written = head_dim * value_bytes + 4 * COMPRESSED.words(head_dim)
-    return groups * (read + written) + 2 * head_dim + 4
+    return added(moved(groups * (read + written)), _norm(groups, head_dim))
 
 
-def encoded_keys_bytes(groups: int, head_dim: int, rotated: int) -> int:
-    """Bytes that `encoded_keys` reads and writes, for a norm's weight in bf16."""
-    key = 4 * head_dim + 2 * 4 * rotated + head_dim // 2 + head_dim // 32
-    return groups * key + 2 * head_dim + 4
+def encoded_keys_bytes(groups: int, head_dim: int, rotated: int) -> Traffic:
+    """`encoded_keys`."""
+    codes = head_dim // 2 + head_dim // INDEX.group
+    return added(moved(groups * (4 * head_dim + 2 * 4 * rotated + codes)), _norm(groups, head_dim))
 
 
 def index_queries_bytes(
     queries: int, heads: int, head_dim: int, width: int, rotated: int, value_bytes: int
-) -> int:
-    """Bytes that `index_queries` reads and writes for inputs of a width, for weights in bf16."""
-    query = heads * (2 * head_dim * value_bytes + 4) + width * value_bytes + 2 * 4 * rotated
-    return queries * query + 2 * heads * width
+) -> Traffic:
+    """`index_queries` for inputs of a width, which every head reads, and weights in bf16."""
+    return added(
+        moved(2 * queries * heads * head_dim * value_bytes),
+        moved(queries * (width * value_bytes + 2 * 4 * rotated), heads),
+        moved(heads * width * 2, queries),
+        moved(queries * heads * 4),
+    )
+
+
+def _norm(rows: int, head_dim: int) -> Traffic:
+    """A norm's weight, which every row reads, and its epsilon."""
+    return added(moved(head_dim * _NORM_BYTES, rows), number(rows * head_dim // 2))

@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_engine.formats import INDEX, RowFormat
 from mlx_engine.memory import SCAN_VALUES
 from mlx_engine.ops import launch
-from mlx_engine.ops.topk import Selection, select_metal, selection_bytes, top_k
+from mlx_engine.ops.topk import Selection, select_metal, top_k
 
 # Scores that the kernels hold at once.
 _TILE_SCORES = 1 << 24
-_THREADS = 256
+THREADS = 256
 _KEYS_OF_THREADGROUP = 128
 # As in the kernels' file.
 _SCORE_SIMDGROUPS = 8
@@ -210,16 +210,21 @@ def index_scores_metal(
         kernel, rows = _SCORES_OF_BLOCKS, blocks.shape[1] * block_size
         inputs.append(blocks)
         template.append(("SIZE", block_size))
-    groups = min(-(-rows // _KEYS_OF_THREADGROUP), max(1, _THREADGROUPS // Q))
+    groups = threadgroups_of(Q, rows)
     (scores,) = kernel(
         inputs,
         template=template,
-        grid=(groups * _THREADS, Q, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(groups * THREADS, Q, 1),
+        threadgroup=(THREADS, 1, 1),
         shapes=[(Q, rows)],
         dtypes=[mx.float32],
     )
     return scores
+
+
+def threadgroups_of(Q: int, rows: int) -> int:
+    """Threadgroups that share a query's rows."""
+    return min(-(-rows // _KEYS_OF_THREADGROUP), max(1, _THREADGROUPS // Q))
 
 
 def _threadgroup_bytes(H: int, D: int) -> int:
@@ -257,36 +262,6 @@ _SCORES_OF_BLOCKS = launch.Kernel(
         rows="rows_of_blocks(blocks + at.y * uint(blocks_shape[1]), SIZE)",
     ),
 )
-
-
-def choose_rows_bytes(
-    Q: int,
-    S: int,
-    H: int,
-    D: int,
-    k: int,
-    *,
-    itemsize: int,
-    block_size: int,
-    topk_blocks: int | None = None,
-    candidate_blocks: int | None = None,
-) -> int:
-    """Bytes that `choose_rows_metal` reads and writes for one tile of queries that see every row.
-
-    itemsize: of q. With `candidate_blocks` each query reads the rows of so many whole blocks, taken
-    as different from those of other queries.
-    """
-    N = S if candidate_blocks is None else candidate_blocks * block_size
-    read = S if candidate_blocks is None else min(Q * N, S)
-    key = D // 2 + D // INDEX.group
-    total = read * key + Q * (H * D * itemsize + 4 * H + 4) + 4 * Q * N  # the scores
-    total += 4 * Q * N + selection_bytes(Q, N, min(k, S))
-    if candidate_blocks is not None:
-        total += 2 * 4 * Q * candidate_blocks
-    if topk_blocks is not None:
-        blocks = -(-S // block_size)
-        total += 4 * Q * (N + 1) + selection_bytes(Q, blocks, min(topk_blocks, blocks))
-    return total
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

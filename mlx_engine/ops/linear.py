@@ -5,6 +5,7 @@ read every byte of the weight once, up to 32 once for each 8, more go through si
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -15,16 +16,15 @@ from mlx_engine.weights import Fp8
 _FEW_ROWS = 4
 
 # Most rows of the kernel that is bound by the weight's bytes, and most that it makes at once.
-_MAX_ROWS = 32
+MAX_ROWS = 32
 _BLOCK_ROWS = 8
 # A simdgroup makes four outputs; so many simdgroups keep the memory of 80 cores busy.
-_OUTPUTS = 4
+OUTPUTS = 4
 _BUSY_SIMDGROUPS = 1280
 _MAX_SPLIT = 8
-_PIECE_BYTES = 16
-_TILE = 32
+PIECE_BYTES = 16
 # Outputs each way and threads of a threadgroup of the kernel for more rows.
-_BLOCK = 64
+BLOCK = 64
 _BLOCK_THREADS = 128
 
 
@@ -42,7 +42,7 @@ def fp8_linear_pair(x: mx.array, a: Fp8, b: Fp8) -> tuple[mx.array, mx.array]:
 
     A few rows take one launch.
     """
-    if launch.is_on("linear") and x.shape[0] <= _MAX_ROWS:
+    if launch.is_on("linear") and x.shape[0] <= MAX_ROWS:
         return _fp8_pair_metal(x, a, b)
     return fp8_linear(x, a), fp8_linear(x, b)
 
@@ -56,6 +56,8 @@ def grouped_output(o: mx.array, wo_a: Fp8, wo_b: Fp8) -> mx.array:
     if not launch.is_on("linear"):
         return grouped_output_reference(o, wo_a, wo_b)
     T, G = o.shape[0], wo_a.weight.shape[0]
+    if _is_few_native(o):
+        return linear_native.fp8_rows(linear_native.fp8_rows(o, wo_a), wo_b)
     y = _grouped_metal(o.reshape(T, G, -1), wo_a)  # [T, G, o_lora_rank]
     return _fp8_metal(y.reshape(T, -1), wo_b)
 
@@ -74,7 +76,7 @@ def linear_f32_pair(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx
 
     A few rows take one launch.
     """
-    if launch.is_on("linear") and x.shape[0] <= _MAX_ROWS:
+    if launch.is_on("linear") and x.shape[0] <= MAX_ROWS:
         return _linear_f32_pair_metal(x, a, b)
     return linear_f32(x, a), linear_f32(x, b)
 
@@ -114,16 +116,6 @@ def times_transposed(x: mx.array, w: mx.array) -> mx.array:
         # MLX's product on the CPU takes half the time when the right side's rows are contiguous.
         turned = mx.contiguous(turned)
     return x @ turned
-
-
-def fp8_linear_bytes(T: int, N: int, K: int, *, value_bytes: int, G: int = 1) -> int:
-    """Bytes that one product [T, G, K] x [G, N, K] must move: x, codes, tile scales, output."""
-    return G * (T * K * value_bytes + N * K + -(-N // _TILE) * (K // _TILE) + T * N * value_bytes)
-
-
-def linear_f32_bytes(T: int, N: int, K: int, *, value_bytes: int, weight_bytes: int = 2) -> int:
-    """Bytes that `linear_f32` must move for x and weights of so many bytes a value."""
-    return T * K * value_bytes + N * K * weight_bytes + T * N * 4
 
 
 def _packed_product(x: mx.array, w: Fp8) -> mx.array:
@@ -196,8 +188,15 @@ _PLAIN_TILES = launch.Kernel(
 )
 
 
+def _is_few_native(x: mx.array) -> bool:
+    is_native = launch.is_native("linear") and x.dtype == mx.bfloat16
+    return is_native and x.shape[0] <= linear_native.MAX_ROWS
+
+
 def _fp8_metal(x: mx.array, w: Fp8) -> mx.array:
     T, K = x.shape
+    if _is_few_native(x):
+        return linear_native.fp8_rows(x, w)
     return _grouped_metal(x.reshape(T, 1, K), w).reshape(T, -1)
 
 
@@ -208,9 +207,10 @@ def _grouped_metal(x: mx.array, w: Fp8) -> mx.array:
     assert w.weight.size * 4 == G * N * K, f"x {x.shape} does not fit the weight {w.weight.shape}"
     if launch.is_native("linear") and x.dtype == mx.bfloat16:
         few = T <= linear_native.MAX_ROWS
-        return linear_native.fp8_rows(x, w) if few else linear_native.fp8_product(x, w)
+        product = linear_native.fp8_rows if few else linear_native.fp8_product
+        return product(x, w).reshape(T, G, N)
     inputs = (x, w.weight, w.scale)
-    if T <= _MAX_ROWS:
+    if T <= MAX_ROWS:
         (out,) = _rows(_FP8_ROWS, inputs, mx.uint8, T, (N,), K, x.dtype, G)
         return out
     return _tiles(_FP8_TILES, inputs, mx.uint8, x.dtype, (T, G, N), K, x.dtype)
@@ -229,7 +229,7 @@ def _fp8_pair_metal(x: mx.array, a: Fp8, b: Fp8) -> tuple[mx.array, mx.array]:
 def _linear_f32_metal(x: mx.array, weight: mx.array) -> mx.array:
     T, K = x.shape
     N = weight.shape[0]
-    if T <= _MAX_ROWS:
+    if T <= MAX_ROWS:
         (out,) = _rows(_PLAIN_ROWS, (x, weight), weight.dtype, T, (N,), K, mx.float32)
     else:
         staged = x.dtype if x.dtype == weight.dtype else mx.float32
@@ -244,6 +244,28 @@ def _linear_f32_pair_metal(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.ar
     return out_a.reshape(T, -1), out_b.reshape(T, -1)
 
 
+@dataclass(frozen=True)
+class FewRows:
+    """How few rows are launched: blocks of M rows, threadgroups for each weight's outputs, teams of
+    a threadgroup, and the simdgroups of a team, which share K.
+    """
+
+    M: int
+    blocks: int
+    groups: tuple[int, ...]
+    teams: int
+    split: int
+
+
+def few_rows(T: int, outputs: Sequence[int], row_bytes: int, G: int = 1) -> FewRows:
+    """The launch for T rows and weights of so many outputs, their rows of so many bytes."""
+    M = min(T, _BLOCK_ROWS)
+    split = _split(G * sum(outputs), row_bytes // PIECE_BYTES)
+    teams = max(1, 4 // split)
+    groups = tuple(-(-N // (OUTPUTS * teams)) for N in outputs)
+    return FewRows(M, -(-T // M), groups, teams, split)
+
+
 def _rows(
     kernel: launch.Kernel,
     inputs: Sequence[mx.array],
@@ -255,11 +277,9 @@ def _rows(
     G: int = 1,
 ) -> list[mx.array]:
     """Launch a kernel of few rows for one weight of N outputs or two: [T, G, N] each."""
-    M = min(T, _BLOCK_ROWS)
-    split = _split(G * sum(outputs), K * weight_dtype.size // _PIECE_BYTES)
-    teams = max(1, 4 // split)
-    threads = 32 * split * teams
-    groups = [-(-N // (_OUTPUTS * teams)) for N in outputs]
+    shape = few_rows(T, outputs, K * weight_dtype.size, G)
+    M, split, teams = shape.M, shape.split, shape.teams
+    threads, groups = 32 * split * teams, shape.groups
     if len(outputs) == 1:
         sizes = [("N", outputs[0])]
     else:
@@ -272,7 +292,7 @@ def _rows(
             *(("M", M), ("K", K), ("G", G), ("SPLIT", split), ("TEAMS", teams)),
             *sizes,
         ],
-        grid=(threads * sum(groups), G, -(-T // M)),
+        grid=(threads * sum(groups), G, shape.blocks),
         threadgroup=(threads, 1, 1),
         shapes=[(T, G, N) for N in outputs],
         dtypes=[dtype] * len(outputs),
@@ -284,7 +304,7 @@ def _split(outputs: int, pieces: int) -> int:
     split = 1
     while (
         split < _MAX_SPLIT
-        and outputs * split < _OUTPUTS * _BUSY_SIMDGROUPS
+        and outputs * split < OUTPUTS * _BUSY_SIMDGROUPS
         and pieces >= 2 * split * 32
     ):
         split *= 2
@@ -308,7 +328,7 @@ def _tiles(
             *(("T", inputs[0].dtype), ("TW", weight_dtype), ("C", staged)),
             *(("N", N), ("K", K), ("G", G)),
         ],
-        grid=(_BLOCK_THREADS * -(-T // _BLOCK), -(-N // _BLOCK), G),
+        grid=(_BLOCK_THREADS * -(-T // BLOCK), -(-N // BLOCK), G),
         threadgroup=(_BLOCK_THREADS, 1, 1),
         shapes=[shape],
         dtypes=[dtype],
@@ -325,7 +345,7 @@ def agrees() -> bool:
     stacked = Fp8(codes.view(mx.uint32).reshape(G, N, K // 4), scale)
     one, other = (Fp8(stacked.weight[g], stacked.scale[g]) for g in range(G))
     bf16 = mx.sin(mx.arange(N * K)).reshape(N, K).astype(mx.bfloat16)
-    for T in (1, _MAX_ROWS + 1):
+    for T in (1, MAX_ROWS + 1):
         for dtype in (mx.bfloat16, mx.float32):
             x = mx.cos(mx.arange(T * G * K)).reshape(T, G, K).astype(dtype)
             pairs = [

@@ -12,14 +12,10 @@ import mlx.core as mx
 
 from mlx_engine.ops import launch
 from mlx_engine.ops.linear import times_transposed
-from mlx_engine.ops.mhc_bytes import HC, SLICE, SUMS
+from mlx_engine.ops.mhc_bytes import HC, MAX_TOKENS, SLICE, SUMS, THREADS
 from mlx_engine.ops.mhc_native import FINISH
 from mlx_engine.ops.norm import rms_norm
 from mlx_engine.weights import MhcWeights
-
-# The kernels' sizes; see metal/mhc.metal.
-_MAX_TOKENS = 8
-_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -273,10 +269,10 @@ def _collapse_norm_metal(
         (streams, pre, norm_weight, _epsilons(0.0, norm_eps)),
         template=[
             *(("T", streams.dtype), ("W", norm_weight.dtype)),
-            *(("D", D), ("THREADS", _THREADS)),
+            *(("D", D), ("THREADS", THREADS)),
         ],
-        grid=(_THREADS * T, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(THREADS * T, 1, 1),
+        threadgroup=(THREADS, 1, 1),
         shapes=[(T, D)],
         dtypes=[streams.dtype],
     )
@@ -304,7 +300,7 @@ def _slices(
 ) -> list[mx.array]:
     """Launch a kernel over slices of channels: its outputs, and the sums f32 of each slice."""
     T, _, D = streams.shape
-    M, slices = min(T, _MAX_TOKENS), -(-D // SLICE)
+    M, slices = min(T, MAX_TOKENS), -(-D // SLICE)
     threads = HC * SLICE
     return kernel(
         inputs,
@@ -323,10 +319,10 @@ def _finish(collapsed: mx.array, sums: mx.array, to: MhcSublayer) -> tuple[mx.ar
         (sums, to.w.base, to.w.scale, to.epsilons, collapsed, to.norm_weight),
         template=[
             *(("T", collapsed.dtype), ("W", to.norm_weight.dtype)),
-            *(("D", D), ("ITERS", to.iters), ("THREADS", _THREADS)),
+            *(("D", D), ("ITERS", to.iters), ("THREADS", THREADS)),
         ],
-        grid=(_THREADS * T, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(THREADS * T, 1, 1),
+        threadgroup=(THREADS, 1, 1),
         shapes=[(T, HC), (T, HC), (T, HC, HC), (T, D)],
         dtypes=[*[mx.float32] * 3, collapsed.dtype],
     )

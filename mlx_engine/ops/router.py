@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_engine.ops import launch
+from mlx_engine.ops import launch, router_native
 from mlx_engine.ops.launch import Kernel
 from mlx_engine.ops.linear import linear_f32
 from mlx_engine.ops.mhc import (
@@ -20,7 +20,6 @@ from mlx_engine.ops.mhc import (
     mhc_between_reference,
 )
 from mlx_engine.ops.mhc_bytes import HC
-from mlx_engine.ops.router_native import scores_of_few_tokens
 from mlx_engine.ops.topk import top_k
 from mlx_engine.weights import MhcWeights
 
@@ -60,14 +59,10 @@ def mhc_route(
 ) -> tuple[mx.array, mx.array, Mixing, Routing]:
     """`mhc_between` for a layer's experts, and their scores: streams, x, coefficients, routing.
 
-    Up to 8 tokens take the two launches of `mhc_between` alone, on NVIDIA GPUs one more.
+    Up to 8 tokens take the two launches of `mhc_between` alone.
     """
     T, _, D = streams.shape
     is_few = T <= _FEW_TOKENS and D % 8 == 0 and launch.is_on("router")
-    if is_few and launch.is_native("router") and h.dtype == router.weight.dtype == mx.bfloat16:
-        streams, x, mixing = mhc_between(h, streams, last, pre, to)
-        scores = scores_of_few_tokens(x, router.weight, router.gate_temp)
-        return streams, x, mixing, Routing(scores, router)
     if is_few and is_on(streams):
         return _mhc_route_metal(h, streams, last, pre, to, router)
     streams, x, mixing = mhc_between(h, streams, last, pre, to)
@@ -134,7 +129,7 @@ _CHOOSE = Kernel(
     also=("mhc",),
 )
 # Threads that share an expert's row, and the most tokens for which they read it at once.
-_THREADS = 128
+THREADS = 128
 _FEW_TOKENS = 8
 
 
@@ -144,17 +139,19 @@ def _mhc_route_metal(
     """`mhc_route` for at most 8 tokens: the second launch scores and finishes side by side."""
     streams, collapsed, sums = between_slices(h, streams, last, pre, to)
     (T, D), E = collapsed.shape, router.weight.shape[0]
-    scores, *mixing, x = _SCORES(
+    is_bf16 = collapsed.dtype == to.norm_weight.dtype == router.weight.dtype == mx.bfloat16
+    kernel = router_native.SCORES if launch.is_native("router") and is_bf16 else _SCORES
+    scores, *mixing, x = kernel(
         [
             *(sums, to.w.base, to.w.scale, to.epsilons, collapsed, to.norm_weight),
             *(router.weight, router.gate_temp),
         ],
         template=[
             *(("T", collapsed.dtype), ("N", to.norm_weight.dtype), ("W", router.weight.dtype)),
-            *(("TOKENS", T), ("D", D), ("E", E), ("ITERS", to.iters), ("THREADS", _THREADS)),
+            *(("TOKENS", T), ("D", D), ("E", E), ("ITERS", to.iters), ("THREADS", THREADS)),
         ],
-        grid=((E + T) * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=((E + T) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
         shapes=[(T, E), (T, HC), (T, HC), (T, HC, HC), (T, D)],
         dtypes=[*[mx.float32] * 4, collapsed.dtype],
     )
@@ -175,16 +172,6 @@ def _choose_metal(routing: Routing) -> tuple[mx.array, mx.array]:
     return ids, weights
 
 
-def router_scores_bytes(T: int, E: int, D: int) -> int:
-    """Bytes that the scores of `mhc_route` add to its second launch, with a bf16 gate."""
-    return 2 * E * D + 4 + 4 * T * E
-
-
-def choose_bytes(T: int, k: int, E: int) -> int:
-    """Bytes that `Routing.chosen` reads and writes in a launch of its own."""
-    return 4 * T * E + 4 * E + 4 + 8 * T * k
-
-
 @launch.probe("router")
 def agrees() -> bool:
     """Whether scores and choices are the reference's, and the rest of a launch `mhc_between`'s."""
@@ -200,13 +187,20 @@ def agrees() -> bool:
         mx.random.normal(((2 + HC) * HC,), key=next(keys)),
         mx.array([0.5, 0.25, 0.125]),
     )
-    to = MhcSublayer(w, mx.ones((D,)), iters=3, hc_eps=0.02, norm_eps=1e-20)
-    _, x, mixing, routing = _mhc_route_metal(h, streams, last, last.pre, to, router)
-    _, wanted, of_reference = mhc_between_reference(h, streams, last, last.pre, to)
-    ids, weights = _choose_metal(routing)
-    chosen, wanted_weights = choose_reference(route(wanted, router))
-    pairs = [(x, wanted), (mixing.comb, of_reference.comb), (weights, wanted_weights)]
-    same = mx.array_equal(ids, chosen)
-    return bool(same.item()) and all(
-        mx.allclose(a, b, rtol=1e-4, atol=1e-5).item() for a, b in pairs
-    )
+    # Those written for CUDA take bf16 alone.
+    for dtype in (mx.float32, mx.bfloat16)[: 1 + launch.is_native("router")]:
+        h, streams = h.astype(dtype), streams.astype(dtype)
+        to = MhcSublayer(w, mx.ones((D,), dtype), iters=3, hc_eps=0.02, norm_eps=1e-20)
+        _, x, mixing, routing = _mhc_route_metal(h, streams, last, last.pre, to, router)
+        _, wanted, of_reference = mhc_between_reference(h, streams, last, last.pre, to)
+        ids, weights = _choose_metal(routing)
+        chosen, wanted_weights = choose_reference(route(x, router))
+        pairs = [(mixing.comb, of_reference.comb), (weights, wanted_weights)]
+        pairs.append((x.astype(mx.float32), wanted.astype(mx.float32)))
+        rounding = 1e-4 if dtype == mx.float32 else 2.0**-6
+        are_close = all(
+            mx.allclose(a, b, rtol=rounding, atol=rounding / 10).item() for a, b in pairs
+        )
+        if not (mx.array_equal(ids, chosen).item() and are_close):
+            return False
+    return True

@@ -12,11 +12,11 @@ import mlx.core as mx
 from mlx_engine.ops import launch
 
 # The kernels' sizes; see metal/sampling.metal.
-_THREADS = 512
+THREADS = 512
 _PART = 2048
-_BINS = 2048
-_GROUP = 32
-_GROUPS = _BINS // _GROUP
+BINS = 2048
+GROUP = 32
+GROUPS = BINS // GROUP
 
 # The least uniform value that is told from 0, half of what 32 random bits tell apart.
 _LEAST_UNIFORM = 2.0**-33
@@ -31,6 +31,19 @@ def greedy(logits: mx.array) -> mx.array:
     shares would take two.
     """
     return mx.argmax(logits)
+
+
+def keep_top(logits: mx.array, k: int) -> mx.array:
+    """All but the `k` greatest of logits f32 [V] become -inf; equal logits rank by id.
+
+    MLX's own, ahead of `draw`: it is asked for seldom, and a sort of V values is little beside a
+    step of the model. A logit that is no number counts as -inf.
+    """
+    if not 0 < k < logits.shape[0]:
+        return logits
+    logits = mx.where(mx.isnan(logits), -mx.inf, logits)
+    least = -mx.sort(-logits)[k - 1]
+    return mx.where(_first(logits, least, mx.array(k)), logits, -mx.inf)
 
 
 @launch.falls_back
@@ -86,21 +99,8 @@ def _log(min_p: float) -> float:
     return math.log(min_p) if min_p > 0 else -math.inf
 
 
-def draw_bytes(V: int, *, has_top_p: bool) -> tuple[int, ...]:
-    """Bytes that each launch of `draw` must move, in their order."""
-    P = _parts(V)
-    # Each launch finds the greatest logit and reads the rule.
-    every = 4 * V + 4 * P + 12
-    tables = 4 * P * (_BINS + _GROUPS)
-    search = 4 * P * (_GROUPS + _GROUP)
-    greatest, draw, first = 4 * V + 4 * P, every + 8 + 8 * P, 8 * P + 4
-    if not has_top_p:
-        return greatest, draw, first
-    levels = every + tables, every + search + tables + 12, every + search + tables + 24
-    return greatest, *levels, draw + search + 12, first
-
-
-def _parts(V: int) -> int:
+def parts_of(V: int) -> int:
+    """Parts of the logits, a threadgroup each."""
     return -(-V // _PART)
 
 
@@ -122,7 +122,7 @@ _STORE = """
         store_edge(edge, edge_out);
     }"""
 _NO_EDGE = """
-    const Edge edge = Edge{0, 0.0f, rule[2]};"""
+    const Edge edge = Edge{0, 0.0f, 0.0f};"""
 _HISTOGRAM = """
     threadgroup atomic_uint integers[BINS];
     threadgroup atomic_uint fractions[BINS];
@@ -131,8 +131,8 @@ _HISTOGRAM = """
 _DRAW = """
     threadgroup uint counts[SIMD];
     sampling_draw<{nucleus}>(
-        logits, V, whole, edge, key, {bins}, values, ids, scratch, counts, part, thread_index,
-        simdgroup, lane);"""
+        logits, V, whole, edge, uint2(key[0], key[1]), {bins}, values, ids, scratch, counts, part,
+        thread_index, simdgroup, lane);"""
 _FRESH, _KNOWN = "Edge{0, 0.0f, rule[2]}", "stored_edge(edge_in)"
 _TABLES = ("last_bins", "last_groups")
 
@@ -201,7 +201,7 @@ def draw_metal(
 ) -> mx.array:
     """`draw` in three launches, or six if top_p is below 1."""
     (V,) = logits.shape
-    P = _parts(V)
+    P = parts_of(V)
     rule = mx.array([temperature, _log(min_p), max(top_p, _LEAST_TOP_P)])
     (maxima,) = _launch(_GREATEST, (logits,), P, [(P,)], [mx.float32])
     known = (logits, maxima, rule)
@@ -209,7 +209,7 @@ def draw_metal(
     if top_p < 1:
         found: list[mx.array] = []
         for kernel in _LEVELS:
-            shapes = [(P, _BINS), (P, _GROUPS), (3,)][: len(kernel.outputs)]
+            shapes = [(P, BINS), (P, GROUPS), (3,)][: len(kernel.outputs)]
             dtypes = [mx.float32, mx.float32, mx.uint32][: len(kernel.outputs)]
             found = _launch(kernel, (*known, *found), P, shapes, dtypes)
         values, ids = _launch(_DRAW_NUCLEUS, (*known, key, *found), P, *candidates)
@@ -230,8 +230,8 @@ def _launch(
 ) -> list[mx.array]:
     return kernel(
         inputs,
-        grid=(_THREADS * parts, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(THREADS * parts, 1, 1),
+        threadgroup=(THREADS, 1, 1),
         shapes=shapes,
         dtypes=dtypes,
     )

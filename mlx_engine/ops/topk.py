@@ -6,6 +6,7 @@ from f32 scores as they read them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import mlx.core as mx
@@ -60,32 +61,50 @@ def select_metal(
     """
     Q, N = inputs[0].shape
     entries = -(-N // size) if selection is Selection.BLOCKS else N
-    while entries > _SHARE * _THREADS:
-        share = _part_share(entries, k)
-        parts = -(-entries // (share * _THREADS))
+    *cuts, last = rounds(entries, k)
+    for cut in cuts:
         inputs = _BEST_OF_PARTS[selection](
             inputs,
-            template=_template(selection, k, share, size),
-            grid=(parts * _THREADS, Q, 1),
-            threadgroup=(_THREADS, 1, 1),
-            shapes=[(Q, parts * k)] * 2,
+            template=_template(selection, k, cut.share, size),
+            grid=(cut.parts * cut.threads, Q, 1),
+            threadgroup=(cut.threads, 1, 1),
+            shapes=[(Q, cut.parts * k)] * 2,
             dtypes=[mx.uint32, mx.int32],
         )
-        selection, entries = Selection.SURVIVORS, parts * k
-    # Fewer entries than k leave places that threads without an entry fill.
-    places, share = max(entries, k), 1
-    while share * _THREADS < places:
-        share *= 2
-    threads = -(-places // (32 * share)) * 32
+        selection = Selection.SURVIVORS
     (ids,) = _BEST[selection](
         inputs,
-        template=_template(selection, k, share, size),
-        grid=(threads, Q, 1),
-        threadgroup=(threads, 1, 1),
+        template=_template(selection, k, last.share, size),
+        grid=(last.threads, Q, 1),
+        threadgroup=(last.threads, 1, 1),
         shapes=[(Q, k)],
         dtypes=[mx.int32],
     )
     return ids
+
+
+@dataclass(frozen=True)
+class Round:
+    """A launch of a selection: threadgroups for each part, their threads, entries of a thread."""
+
+    parts: int
+    threads: int
+    share: int
+
+
+def rounds(entries: int, k: int) -> list[Round]:
+    """The launches that find the k best: all but the last hand on the best k of each part."""
+    found: list[Round] = []
+    while entries > _SHARE * _THREADS:
+        share = _part_share(entries, k)
+        parts = -(-entries // (share * _THREADS))
+        found.append(Round(parts, _THREADS, share))
+        entries = parts * k
+    # Fewer entries than k leave places that threads without an entry fill.
+    places, share = max(entries, k), 1
+    while share * _THREADS < places:
+        share *= 2
+    return [*found, Round(1, -(-places // (32 * share)) * 32, share)]
 
 
 def _part_share(entries: int, k: int) -> int:
@@ -98,19 +117,6 @@ def _part_share(entries: int, k: int) -> int:
 def _template(selection: Selection, k: int, share: int, size: int) -> list[tuple[str, int]]:
     of_blocks = selection in (Selection.BLOCKS, Selection.ROWS_OF_BLOCKS)
     return [("K", k), ("SHARE", share), *([("SIZE", size)] if of_blocks else [])]
-
-
-def selection_bytes(Q: int, entries: int, k: int) -> int:
-    """Bytes that `select_metal` reads and writes beside its inputs."""
-    total, survivors = 4 * Q * k, 0
-    while entries > _SHARE * _THREADS:
-        entries = -(-entries // (_part_share(entries, k) * _THREADS)) * k
-        # Keys and ids are written, all keys read again, and the ids of those that are chosen.
-        total += Q * (12 * entries + (4 * entries if survivors else 0))
-        survivors = entries
-    if survivors:
-        total += 4 * Q * k
-    return total
 
 
 _BODY = """

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from mlx_engine.formats import COMPRESSED, WINDOW, CacheFormats
 from mlx_engine.ops.attention import (
+    Chosen,
     SelectedRows,
     WindowRows,
     sparse_attention,
     sparse_attention_reference,
 )
-from mlx_engine.ops.attention_bytes import sparse_attention_bytes
+from mlx_engine.ops.attention_bytes import Seen, sparse_attention_bytes
 from mlx_engine.ops.rope import Rotation, rotate
+from tests.kernels.moved import check_traffic
 from tests.msl import emulator
 from tests.msl.emulator import Report
 from tests.unit.arrays import INF, Float, f32, host, normal
@@ -277,27 +279,34 @@ def test_other_formats_and_widths_are_the_references(kernels_on: list[Report]) -
 
 
 @pytest.mark.parametrize(
-    ("Q", "W", "S", "k", "before"),
-    [(1, 128, 0, 0, 128), (1, 128, 600, 512, 300), (3, 33, 64, 40, 50), (40, 33, 64, 20, 50)],
+    ("Q", "W", "S", "k", "chosen", "before"),
+    [
+        *((1, 128, 1, 0, "none", 128), (1, 128, 600, 512, "some", 300)),
+        *((3, 33, 64, 40, "some", 50), (40, 33, 64, 20, "some", 50)),
+        *((3, 33, 64, 0, "all", 50), (40, 33, 64, 0, "all", 50), (40, 33, 64, 0, "none", 50)),
+    ],
 )
-def test_bytes(Q: int, W: int, S: int, k: int, before: int, kernels_on: list[Report]) -> None:
+def test_bytes(
+    Q: int, W: int, S: int, k: int, chosen: str, before: int, kernels_on: list[Report]
+) -> None:
     """At one query the released widths, with every check of the emulator."""
     H, dtype = (64, mx.bfloat16) if Q == 1 else (9, mx.float32)
-    kind = "some" if k else "none"
-    case = Case(Q, H, W, max(S, 1), kind, before, D=512, R=64, k=k, is_ring=Q == 1, dtype=dtype)
+    case = Case(Q, H, W, S, chosen, before, D=512, R=64, k=k, is_ring=Q == 1, dtype=dtype)
     case = replace(case, turns_q=k > 0)
     check(case)
+    kind = {"none": Chosen.NONE, "all": Chosen.VISIBLE, "some": Chosen.LISTED}[chosen]
     in_window, compressed = case.seen()
+    counts = zip(in_window.sum(axis=1).tolist(), compressed.sum(axis=1).tolist(), strict=True)
     planned = sparse_attention_bytes(
         (Q, H, 512),
         64,
+        kind,
+        [Seen(window, rows, k) for window, rows in counts],
         window_rows=int(in_window.any(axis=0).sum()),
         compressed_rows=int(compressed.any(axis=0).sum()),
-        most_rows=W + k,
-        chosen=Q * k,
+        most_rows=W + {"none": 0, "all": S, "some": k}[chosen],
         value_bytes=case.q().itemsize,
         turns_q=case.turns_q,
     )
-    moved = sum(report.unique_bytes for report in kernels_on)
-    assert abs(moved - planned) <= 0.01 * moved
-    assert len(kernels_on) == (1 if Q == 40 else 2)
+    check_traffic(kernels_on, *planned)
+    assert not kernels_on or len(kernels_on) == (1 if Q == 40 else 2)

@@ -11,13 +11,14 @@ from mlx_engine.ops import launch
 from mlx_engine.ops.engram import (
     agrees,
     engram_gate,
-    engram_gate_bytes,
     engram_gate_reference,
     gate_value,
     memory_rows,
 )
+from mlx_engine.ops.engram_bytes import engram_gate_bytes, engram_rows_bytes
 from mlx_engine.weights import EngramWeights, Fp8
-from tests.kernels.test_linear import DTYPES, NUMBERS, ROUNDING, e4m3, moved_bytes
+from tests.kernels.moved import check_traffic
+from tests.kernels.test_linear import DTYPES, NUMBERS, ROUNDING, e4m3
 from tests.msl.emulator import EmulatedKernel, Report
 from tests.msl.memory import as_float64
 from tests.unit.arrays import Float
@@ -105,12 +106,8 @@ def test_engram_gate(
     # The gate may be on the floor's other side where the agreement is no more than an error.
     limit = 2 * ROUNDING[dtype] * np.abs(reference).max() + 2e-3 * np.abs(kv[:, hc * D :]).max()
     assert (np.abs(as_float64(found) - reference) <= limit).all()
-    if kernels_on:
-        assert len(kernels_on) == 3
-        expected = engram_gate_bytes(
-            *(T, hc, D, E), value_bytes=dtype.size, weight_bytes=weight_dtype.size
-        )
-        assert tuple(map(moved_bytes, kernels_on)) == expected
+    sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
+    check_traffic(kernels_on, *engram_gate_bytes(T, hc, D, E, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,8 +146,7 @@ def test_every_code_and_scale(dtype: mx.Dtype, kernels_on: list[Report]) -> None
     expected = e4m3(np.arange(256, dtype=np.uint8)) * 2.0 ** (scales.astype(int) - 127)[:, None]
     assert (held[:, NUMBERS] == expected[:, NUMBERS]).all()
     assert np.isnan(held[:, [0x7F, 0xFF]]).all()
-    if kernels_on:
-        assert moved_bytes(kernels_on[0]) == len(scales) * (256 + 8 + 256 * dtype.size)
+    check_traffic(kernels_on, engram_rows_bytes(len(scales), 256, value_bytes=dtype.size))
 
 
 def broken(**arguments: Any) -> Callable[..., list[mx.array]]:

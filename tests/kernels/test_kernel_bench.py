@@ -120,7 +120,7 @@ def test_the_whole_bench(
             assert figures["joules"] is None
             assert figures["host_us"] > 0
             assert figures["touched_bytes"] >= figures["bytes"]
-            is_marked = f" <{figures['us']:,.1f}"[:6] in line
+            is_marked = " <" in line
             assert is_marked == figures["floored"]
     timed = [found[c.family, c.name, c.tokens].get("us", 0) * c.per_token for c in expected]
     assert record["token_ms"] == pytest.approx(sum(timed) / 1e3, rel=1e-2)

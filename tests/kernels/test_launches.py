@@ -21,7 +21,7 @@ from mlx_engine.sampling import Sampler, Sampling
 from mlx_engine.session import Session
 from tests.kernels.step import decode_step, engram_of_zeros, lay_out_weights
 from tests.kernels.trace import Array, Launch, trace
-from tests.kernels.traffic import floor_bytes, given_bytes, launch_bytes, state_read_bytes
+from tests.kernels.traffic import floor_bytes, given_bytes, state_read_bytes, traffic
 from tests.reference.random_tensors import TINY_CONFIG
 
 DATA = Path(__file__).parents[1] / "data"
@@ -132,11 +132,11 @@ def test_a_launch_knows_its_arrays_and_on_what_it_depends() -> None:
     add, kernel, gather, _, update = found
     assert [f.source for f in found] == [1, 1, 2, 2, 2]
     assert add.inputs[0] == Array((8, 6), mx.float32, 6 * 4)
-    assert launch_bytes(add) == (6 + 48 + 48) * 4
+    assert traffic(add).unique_bytes == (6 + 48 + 48) * 4
     assert (kernel.kernel is not None, add.kernel) == (True, None)
-    assert launch_bytes(kernel) == 2 * 48 * 4
-    assert launch_bytes(gather) == 2 * 6 * 4 + 4
-    assert launch_bytes(update) == 2 * 12 * 4 + 4
+    assert traffic(kernel).unique_bytes == 2 * 48 * 4
+    assert traffic(gather).unique_bytes == 2 * 6 * 4 + 4
+    assert traffic(update).unique_bytes == 2 * 12 * 4 + 4
 
 
 @cache
@@ -165,7 +165,7 @@ def test_a_step_has_few_launches(context_tokens: int, sampling: str) -> None:
 @pytest.mark.parametrize("context_tokens", CONTEXTS)
 def test_a_step_moves_little_more_than_it_must(context_tokens: int) -> None:
     least = floor_bytes(released()) + state_read_bytes(released(), context_tokens + 1)
-    moved = sum(launch_bytes(f) for f in step(context_tokens, "greedy"))
+    moved = sum(traffic(f).unique_bytes for f in step(context_tokens, "greedy"))
     print(moved / least)
     # What is below the floor was not read.
     assert 1 <= moved / least <= MOST_TIMES_FLOOR
@@ -184,7 +184,7 @@ def test_formulas_are_at_most_what_kernels_are_given(context_tokens: int) -> Non
         if found.kernel is not None:
             family = found.name.split("_")[0]
             is_gathering = found.name.startswith(gathering)
-            planned[f"{family} {is_gathering}"] += launch_bytes(found)
+            planned[f"{family} {is_gathering}"] += traffic(found).unique_bytes
             given[f"{family} {is_gathering}"] += given_bytes(found)
     for family, n_bytes in planned.items():
         if family.endswith("False"):

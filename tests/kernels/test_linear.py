@@ -13,17 +13,17 @@ from mlx_engine.ops.head import head_logits
 from mlx_engine.ops.linear import (
     agrees,
     fp8_linear,
-    fp8_linear_bytes,
     fp8_linear_pair,
     fp8_linear_reference,
     grouped_output,
     grouped_output_reference,
     linear_f32,
-    linear_f32_bytes,
     linear_f32_pair,
     linear_f32_reference,
 )
+from mlx_engine.ops.linear_bytes import fp8_linear_bytes, linear_f32_bytes
 from mlx_engine.weights import Fp8
+from tests.kernels.moved import check_traffic
 from tests.msl.emulator import EmulatedKernel, Report
 from tests.msl.memory import as_float64
 from tests.unit.arrays import Float
@@ -67,17 +67,6 @@ def check(found: mx.array, x: mx.array, w: Float, reference: mx.array) -> None:
     assert (np.abs(as_float64(found) - as_float64(reference)) <= 2 * bound).all()
 
 
-def moved_bytes(report: Report) -> int:
-    """Different bytes of arrays that a launch moved; the shape of x is an argument and no array."""
-    arrays = (traffic for name, traffic in report.traffic.items() if name != "x_shape")
-    return sum(traffic.loaded_unique + traffic.stored_unique for traffic in arrays)
-
-
-def check_bytes(reports: list[Report], expected: int) -> None:
-    """The latest launch moved the bytes that must move, no others; a GPU does not count."""
-    assert not reports or moved_bytes(reports[-1]) == expected
-
-
 # Rows, outputs, inputs; the last decides how many simdgroups share K: 1, 2, 4 or 8.
 FEW = [
     *[(1, 1, 32), (2, 31, 64), (3, 33, 96), (4, 63, 1056), (5, 65, 2080), (6, 127, 160)],
@@ -92,7 +81,7 @@ def test_fp8_linear(T: int, N: int, K: int, dtype: mx.Dtype, kernels_on: list[Re
     w, values = fp8(T, N, K)
     x = rows(N, T, K, dtype=dtype)
     check(fp8_linear(x, w), x, values, fp8_linear_reference(x, w))
-    check_bytes(kernels_on, fp8_linear_bytes(T, N, K, value_bytes=dtype.size))
+    check_traffic(kernels_on, fp8_linear_bytes(T, N, K=K, value_bytes=dtype.size))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,8 +96,8 @@ def test_linear_f32(
     x = rows(N, T, K, dtype=dtype)
     found = linear_f32(x, weight)
     check(found, x, as_float64(weight), linear_f32_reference(x, weight))
-    expected = linear_f32_bytes(T, N, K, value_bytes=dtype.size, weight_bytes=weight_dtype.size)
-    check_bytes(kernels_on, expected)
+    sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
+    check_traffic(kernels_on, linear_f32_bytes(T, N, K=K, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,10 +119,12 @@ def test_grouped_output(T: int, heads: int, dtype: mx.Dtype, kernels_on: list[Re
     assert found.dtype == dtype
     assert (np.abs(as_float64(found) - exact) <= bound).all()
     assert (np.abs(as_float64(found) - as_float64(reference)) <= 2 * bound).all()
-    assert not kernels_on or len(kernels_on) == 2
-    check_bytes(kernels_on, fp8_linear_bytes(T, D, G * rank, value_bytes=dtype.size))
     K = heads // G * head_dim
-    check_bytes(kernels_on[:1], fp8_linear_bytes(T, rank, K, value_bytes=dtype.size, G=G))
+    check_traffic(
+        kernels_on,
+        fp8_linear_bytes(T, rank, K=K, value_bytes=dtype.size, G=G),
+        fp8_linear_bytes(T, D, K=G * rank, value_bytes=dtype.size),
+    )
 
 
 @pytest.mark.parametrize(("T", "launches"), [(1, 1), (8, 1), (17, 1), (33, 2)])
@@ -143,10 +134,11 @@ def test_pairs(T: int, launches: int, kernels_on: list[Report]) -> None:
     x = rows(T, T, K, dtype=mx.bfloat16)
     pair = [fp8(1, 65, K), fp8(2, 31, K)]
     founds = fp8_linear_pair(x, pair[0][0], pair[1][0])
-    assert not kernels_on or len(kernels_on) == launches
     if launches == 1:
-        expected = sum(fp8_linear_bytes(T, n, K, value_bytes=2) for n in (65, 31))
-        check_bytes(kernels_on, expected - x.nbytes)  # x is read once
+        check_traffic(kernels_on, fp8_linear_bytes(T, 65, 31, K=K, value_bytes=2))
+    else:
+        each = (fp8_linear_bytes(T, n, K=K, value_bytes=2) for n in (65, 31))
+        check_traffic(kernels_on, *each)
     for (w, values), found in zip(pair, founds, strict=True):
         check(found, x, values, fp8_linear_reference(x, w))
     wide = [rows(3, 33, K, dtype=mx.bfloat16), rows(4, 40, K, dtype=mx.bfloat16)]
@@ -173,8 +165,7 @@ def test_plain_pairs(
     for w, found in zip((first, second), linear_f32_pair(x, first, second), strict=True):
         check(found, x, as_float64(w), linear_f32_reference(x, w))
     sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
-    expected = sum(linear_f32_bytes(T, n, K, **sizes) for n in N)
-    check_bytes(kernels_on, expected - x.nbytes)  # x is read once
+    check_traffic(kernels_on, linear_f32_bytes(T, *N, K=K, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

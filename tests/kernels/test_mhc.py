@@ -24,6 +24,7 @@ from mlx_engine.ops.mhc_bytes import (
     mhc_expand_bytes,
 )
 from mlx_engine.weights import MhcWeights
+from tests.kernels.moved import check_traffic
 from tests.msl.emulator import EmulatedKernel, Report
 from tests.msl.memory import as_float64
 
@@ -118,18 +119,6 @@ def check_streams(found: mx.array, h: mx.array, streams: mx.array, last: Mixing)
     assert (np.abs(as_float64(found) - exact) <= bound).all()
 
 
-def check_bytes(reports: list[Report], expected: list[int]) -> None:
-    """So many launches, each of which moved the bytes that must move; a GPU does not count.
-
-    The shape of the streams is an argument and no array.
-    """
-    moved = [
-        sum(t.loaded_unique + t.stored_unique for n, t in r.traffic.items() if n != "streams_shape")
-        for r in reports
-    ]
-    assert not reports or moved == expected
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "D", "iters"), SIZES)
 def test_between(T: int, D: int, iters: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
@@ -140,8 +129,8 @@ def test_between(T: int, D: int, iters: int, dtype: mx.Dtype, kernels_on: list[R
     check_streams(found, h, streams, last)
     check_input(x, found, pre, to)
     check_coefficients(coefficients, found, to)
-    expected = mhc_between_bytes(T, D, value_bytes=dtype.size, norm_bytes=dtype.size)
-    check_bytes(kernels_on, list(expected))
+    sizes = {"value_bytes": dtype.size, "norm_bytes": dtype.size}
+    check_traffic(kernels_on, *mhc_between_bytes(T, D, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,12 +147,12 @@ def test_each_step_alone(
     x, coefficients = mhc_enter(streams, last.pre, to)
     check_input(x, streams, last.pre, to)
     check_coefficients(coefficients, streams, to)
-    expected = [
+    check_traffic(
+        kernels_on,
         mhc_expand_bytes(T, D, value_bytes=dtype.size),
         mhc_collapse_norm_bytes(T, D, value_bytes=dtype.size),
         *mhc_enter_bytes(T, D, value_bytes=dtype.size),
-    ]
-    check_bytes(kernels_on, expected)
+    )
 
 
 @pytest.mark.parametrize(("D", "is_fitting"), [(8160, True), (8192, False)])

@@ -10,13 +10,13 @@ from mlx_engine.ops.mhc_bytes import HC, mhc_between_bytes
 from mlx_engine.ops.router import (
     Router,
     Routing,
-    choose_bytes,
     choose_reference,
     mhc_route,
     route,
-    router_scores_bytes,
 )
+from mlx_engine.ops.router_bytes import choose_bytes, router_scores_bytes
 from mlx_engine.weights import MhcWeights
+from tests.kernels.moved import check_traffic
 from tests.msl.emulator import Report
 from tests.msl.memory import as_float64
 
@@ -76,11 +76,9 @@ def test_route(shape: tuple[int, int, int, int], dtype: mx.Dtype, kernels_on: li
     assert (ids.dtype, weights.dtype) == (mx.int32, mx.float32)
     if kernels_on and T <= 8:
         assert [r.kernel for r in kernels_on] == ["mhc_between", "router_scores", "router_choose"]
-        # The shape of the streams is an argument and no array.
-        shape_bytes = kernels_on[0].traffic["streams_shape"].loaded_unique
-        moved = sum(r.unique_bytes for r in kernels_on) - shape_bytes
-        between = sum(mhc_between_bytes(T, D, value_bytes=dtype.size))
-        assert moved == between + router_scores_bytes(T, E, D) + choose_bytes(T, k, E)
+        between, _ = mhc_between_bytes(T, D, value_bytes=dtype.size)
+        scored = router_scores_bytes(T, E, D, value_bytes=dtype.size)
+        check_traffic(kernels_on, between, scored, choose_bytes(T, k, E))
     right_streams, right_x, right = mhc_between(*given)
     for a, b in (
         *((streams, right_streams), (x, right_x), (mixing.pre, right.pre)),

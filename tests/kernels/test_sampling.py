@@ -15,8 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_engine.ops import launch
-from mlx_engine.ops.sampling import agrees, draw, draw_bytes, draw_reference, greedy
+from mlx_engine.ops.sampling import agrees, draw, draw_reference, greedy
+from mlx_engine.ops.sampling_bytes import draw_bytes
 from mlx_engine.sampling import Sampler, Sampling
+from tests.kernels.moved import check_traffic
 from tests.msl import emulator
 from tests.msl.emulator import EmulatedKernel, Order, Report
 from tests.unit.arrays import Float
@@ -102,20 +104,7 @@ def test_the_released_vocabulary(rule: Rule, kernels_on: list[Report]) -> None:
     logits = normal(V_RELEASED)
     (token,) = expected(logits, rule, 5)
     assert rule.draw(logits, 5) == token == rule.draw(logits, 5, draw_reference)
-    if kernels_on:
-        moved = [
-            sum(
-                t.loaded_unique + t.stored_unique
-                for name, t in report.traffic.items()
-                if not name.endswith("_shape")
-            )
-            for report in kernels_on
-        ]
-        *passes, first = draw_bytes(V_RELEASED, has_top_p=rule.top_p < 1)
-        assert len(passes) == (5 if rule.top_p < 1 else 2)
-        assert moved[:-1] == pytest.approx(passes, rel=0.01)
-        # Ids of parts that cannot win are left unread.
-        assert moved[-1] <= first
+    check_traffic(kernels_on, *draw_bytes(V_RELEASED, has_top_p=rule.top_p < 1))
 
 
 def test_flat_logits_are_a_race_of_all(kernels_on: list[Report]) -> None:

@@ -1,19 +1,20 @@
-"""The bytes that traced launches read and write, and those that no engine could do without.
+"""The bytes that traced launches move, and those that no engine could do without.
 
-A kernel moves what the `*_bytes` function beside its wrapper says, which its own test compares with
-the bytes that the emulator saw; one that is not named here reads all it is given and writes its
-outputs. So do MLX's operations, but for gathers and slice updates, which touch their rows only.
+A kernel moves what the function of a `*_bytes` module says, which its own test compares with the
+bytes that the emulator saw. So do MLX's operations, taken to read each array once, but for gathers
+and slice updates, which touch their rows only.
 """
 
 from collections.abc import Callable
 
-from mlx_engine.config import TILE, ModelConfig
+from mlx_engine.config import ModelConfig
 from mlx_engine.formats import COMPRESSED, INDEX, WINDOW
 from mlx_engine.inventory import Owner, tensor_specs
 from mlx_engine.layer_plan import LayerKind, layer_plan
-from mlx_engine.ops.attention_bytes import sparse_attention_bytes
-from mlx_engine.ops.engram import engram_gate_bytes
-from mlx_engine.ops.experts import moe_bytes
+from mlx_engine.ops.attention import Chosen
+from mlx_engine.ops.attention_bytes import Seen, merge_bytes, sparse_attention_bytes
+from mlx_engine.ops.engram_bytes import engram_rows_bytes, gate_value_bytes
+from mlx_engine.ops.experts_bytes import down_bytes, gate_up_bytes
 from mlx_engine.ops.front_bytes import (
     attention_front_bytes,
     encoded_keys_bytes,
@@ -21,26 +22,27 @@ from mlx_engine.ops.front_bytes import (
     index_queries_bytes,
     pooled_rows_bytes,
 )
-from mlx_engine.ops.indexer import choose_rows_bytes
-from mlx_engine.ops.linear import fp8_linear_bytes, linear_f32_bytes
+from mlx_engine.ops.indexer_bytes import best_bytes, index_scores_bytes
+from mlx_engine.ops.linear_bytes import fp8_linear_bytes, linear_f32_bytes
 from mlx_engine.ops.mhc_bytes import (
     mhc_between_bytes,
     mhc_collapse_norm_bytes,
     mhc_enter_bytes,
     mhc_expand_bytes,
 )
-from mlx_engine.ops.router import router_scores_bytes
-from mlx_engine.ops.sampling import draw_bytes
-from mlx_engine.ops.topk import selection_bytes
+from mlx_engine.ops.router_bytes import router_scores_bytes
+from mlx_engine.ops.sampling_bytes import draw_bytes
+from mlx_engine.ops.topk import Selection
+from mlx_engine.ops.traffic import Traffic, moved
 from tests.kernels.trace import Array, Launch
 
 _WORD_BYTES = 4
 
 
-def launch_bytes(launch: Launch) -> int:
-    """Bytes that a launch moves. Of kernels that share a formula the first has them, others 0."""
+def traffic(launch: Launch) -> Traffic:
+    """The bytes that a launch moves."""
     formula = _FORMULAS.get(launch.name)
-    return given_bytes(launch) if formula is None else formula(launch)
+    return moved(given_bytes(launch)) if formula is None else formula(launch)
 
 
 def given_bytes(launch: Launch) -> int:
@@ -90,162 +92,164 @@ def _value_bytes(array: Array) -> int:
     return array.dtype.size
 
 
-def _fp8_rows(launch: Launch) -> int:
+def _fp8_rows(launch: Launch) -> Traffic:
     x, (out,) = launch.inputs[0], launch.outputs
     T, G, K = x.shape
-    return fp8_linear_bytes(T, out.shape[-1], K, value_bytes=_value_bytes(x), G=G)
+    return fp8_linear_bytes(T, out.shape[-1], K=K, value_bytes=_value_bytes(x), G=G)
 
 
-def _fp8_rows_pair(launch: Launch) -> int:
+def _fp8_rows_pair(launch: Launch) -> Traffic:
     x = launch.inputs[0]
     T, K = x.shape
-    both = (
-        fp8_linear_bytes(T, out.shape[-1], K, value_bytes=_value_bytes(x)) for out in launch.outputs
-    )
-    return sum(both) - x.unique_bytes  # x is read once
+    outputs = (out.shape[-1] for out in launch.outputs)
+    return fp8_linear_bytes(T, *outputs, K=K, value_bytes=_value_bytes(x))
 
 
-def _plain_rows(launch: Launch) -> int:
+def _plain_rows(launch: Launch) -> Traffic:
     x, *weights = launch.inputs
     T, K = x.shape
-    products = (
-        linear_f32_bytes(
-            T, w.shape[0], K, value_bytes=_value_bytes(x), weight_bytes=_value_bytes(w)
-        )
-        for w in weights
-    )
-    return sum(products) - (len(weights) - 1) * x.unique_bytes
+    sizes = {"value_bytes": _value_bytes(x), "weight_bytes": _value_bytes(weights[0])}
+    return linear_f32_bytes(T, *(w.shape[0] for w in weights), K=K, **sizes)
 
 
-def _mhc_between(launch: Launch) -> int:
+def _mhc_between(launch: Launch) -> Traffic:
     T, D = launch.inputs[0].shape
     return mhc_between_bytes(T, D, value_bytes=_value_bytes(launch.inputs[0]))[0]
 
 
-def _mhc_enter(launch: Launch) -> int:
+def _mhc_enter(launch: Launch) -> Traffic:
     T, _, D = launch.inputs[0].shape
     return mhc_enter_bytes(T, D, value_bytes=_value_bytes(launch.inputs[0]))[0]
 
 
-def _mhc_finish(launch: Launch) -> int:
+def _mhc_finish(launch: Launch) -> Traffic:
     T, D = launch.outputs[-1].shape
+    return mhc_enter_bytes(T, D, **_norm_sizes(launch))[1]
+
+
+def _norm_sizes(launch: Launch) -> dict[str, int]:
     norm, x = launch.inputs[5], launch.outputs[-1]
-    sizes = {"value_bytes": _value_bytes(x), "norm_bytes": _value_bytes(norm)}
-    return mhc_enter_bytes(T, D, **sizes)[1]
+    return {"value_bytes": _value_bytes(x), "norm_bytes": _value_bytes(norm)}
 
 
-def _mhc_collapse_norm(launch: Launch) -> int:
+def _mhc_collapse_norm(launch: Launch) -> Traffic:
     streams, _, norm, _ = launch.inputs
     T, _, D = streams.shape
     sizes = {"value_bytes": _value_bytes(streams), "norm_bytes": _value_bytes(norm)}
     return mhc_collapse_norm_bytes(T, D, **sizes)
 
 
-def _mhc_expand(launch: Launch) -> int:
+def _mhc_expand(launch: Launch) -> Traffic:
     T, D = launch.inputs[0].shape
     return mhc_expand_bytes(T, D, value_bytes=_value_bytes(launch.inputs[0]))
 
 
-def _moe(launch: Launch) -> int:
+def _moe_gate_up(launch: Launch) -> Traffic:
+    """Of different experts for each slot."""
     x, scores = launch.inputs[:2]
     act, ids = launch.outputs
     (T, D), E, k, I_D = x.shape, scores.shape[1], ids.shape[1], act.shape[-1]
-    return moe_bytes(T, k, E, D, I_D, _value_bytes(x))
+    return gate_up_bytes(T, k, E, D, I_D, _value_bytes(x), experts=T * k)
 
 
-def _router_scores(launch: Launch) -> int:
-    """The launch finishes the sublayer's coefficients and input besides."""
+def _moe_down(launch: Launch) -> Traffic:
+    act, ids = launch.inputs[:2]
+    (T, k), I_D, (out,) = ids.shape, act.shape[-1], launch.outputs
+    return down_bytes(T, k, out.shape[-1], I_D, _value_bytes(out), experts=T * k)
+
+
+def _router_scores(launch: Launch) -> Traffic:
     T, E = launch.outputs[0].shape
-    return _mhc_finish(launch) + router_scores_bytes(T, E, launch.template["D"])
+    D, gate = launch.template["D"], launch.inputs[6]
+    sizes = _norm_sizes(launch)
+    return router_scores_bytes(T, E, D, **sizes, gate_bytes=_value_bytes(gate))
 
 
-def _attention_front(launch: Launch) -> int:
+def _attention_front(launch: Launch) -> Traffic:
     latent, kv = launch.inputs[:2]
     (Q, L), (T, D) = latent.shape, kv.shape
     return attention_front_bytes(T, Q, L, D, launch.template["R"], _value_bytes(kv))
 
 
-def _attention_front_in_ring(launch: Launch) -> int:
+def _attention_front_in_ring(launch: Launch) -> Traffic:
     latent, kv, *_, ring, _ = launch.inputs
     L, D, R = latent.shape[1], kv.shape[1], launch.template["R"]
     return in_ring_bytes(ring.shape[0], L, D, R, _value_bytes(kv))
 
 
-def _pooled_rows(launch: Launch) -> int:
+def _pooled_rows(launch: Launch) -> Traffic:
     G, D = launch.outputs[0].shape
     template, latent = launch.template, launch.outputs[0]
     return pooled_rows_bytes(G, template["RATIO"], D, template["R"], _value_bytes(latent))
 
 
-def _encoded_keys(launch: Launch) -> int:
+def _encoded_keys(launch: Launch) -> Traffic:
     G, D = launch.inputs[0].shape
     return encoded_keys_bytes(G, D, launch.template["R"])
 
 
-def _index_queries(launch: Launch) -> int:
+def _index_queries(launch: Launch) -> Traffic:
     q, x = launch.inputs[:2]
     (Q, H, D), (_, K) = q.shape, x.shape
     return index_queries_bytes(Q, H, D, K, launch.template["R"], _value_bytes(q))
 
 
-def _engram_rows(launch: Launch) -> int:
+def _engram_rows(launch: Launch) -> Traffic:
     (rows,) = launch.outputs
     T, E = rows.shape
-    return engram_gate_bytes(T, 1, TILE, E, value_bytes=_value_bytes(rows))[0]
+    return engram_rows_bytes(T, E, value_bytes=_value_bytes(rows))
 
 
-def _engram_gate(launch: Launch) -> int:
+def _engram_gate(launch: Launch) -> Traffic:
     streams, _, q_weight = launch.inputs[:3]
     sizes = {"value_bytes": _value_bytes(streams), "weight_bytes": _value_bytes(q_weight)}
-    T, hc, D = streams.shape
-    return engram_gate_bytes(T, hc, D, TILE, **sizes)[2]
+    return gate_value_bytes(*streams.shape, **sizes)
 
 
-def _index_scores(launch: Launch) -> int:
+def _index_scores(launch: Launch) -> Traffic:
     q, _, codes, _, _, *blocks = launch.inputs
     Q, H, D = q.shape
-    N = launch.outputs[0].shape[1]
-    count = blocks[0].shape[1] if blocks else None
-    both = choose_rows_bytes(
-        *(Q, codes.shape[0], H, D, 0),
-        itemsize=_value_bytes(q),
+    return index_scores_bytes(
+        *(Q, codes.shape[0], H, D),
+        value_bytes=_value_bytes(q),
         block_size=launch.template.get("SIZE", 1),
-        candidate_blocks=count,
+        candidate_blocks=blocks[0].shape[1] if blocks else None,
     )
-    # A choice of none still reads the scores and the blocks.
-    return both - 4 * Q * (N + (count or 0))
 
 
-def _selection(launch: Launch) -> int:
-    scores, k = launch.inputs[0], launch.template["K"]
-    Q, N = scores.shape
-    entries = -(-N // launch.template["SIZE"]) if "best_blocks" in launch.name else N
-    return sum(x.unique_bytes for x in launch.inputs) + selection_bytes(Q, entries, k)
+def _selection(launch: Launch) -> Traffic:
+    kind = Selection(launch.name.removeprefix("best_").removesuffix("_of_parts"))
+    (Q, N), template = launch.inputs[0].shape, launch.template
+    return best_bytes(kind, Q, N, template["K"], template.get("SIZE", 1))
 
 
-def _sparse_attention(launch: Launch) -> int:
-    q, window, compressed, chosen = launch.inputs[:4]
-    template = launch.template
-    shape = (q.shape[0], q.shape[1], q.shape[2])
-    window_rows = min(window.shape[0], template["REACH"] + shape[0] - 1)
-    own_rows = min(window_rows, template["REACH"])
-    kind: int = template["CHOSEN"]
-    # Compressed rows of one query: none, all that it sees, or listed ones.
-    rows = (0, compressed.shape[0], chosen.shape[-1])[kind]
-    given = (0, chosen.shape[0], shape[0] * chosen.shape[-1])[kind]
+def _sparse_attention(launch: Launch) -> Traffic:
+    """Of one query, or of several that see as much: all of the window, and what is chosen."""
+    q, window, compressed, ids = launch.inputs[:4]
+    template, kind = launch.template, Chosen(launch.template["CHOSEN"])
+    Q, H, D = q.shape
+    own = min(window.shape[0], template["REACH"])
+    rows = {Chosen.NONE: 0, Chosen.VISIBLE: compressed.shape[0], Chosen.LISTED: ids.shape[-1]}[kind]
     return sparse_attention_bytes(
-        shape,
+        (Q, H, D),
         template["R"],
-        window_rows=window_rows,
+        kind,
+        [Seen(own, rows, rows if kind is Chosen.LISTED else 0)] * Q,
+        window_rows=min(window.shape[0], template["REACH"] + Q - 1),
         compressed_rows=rows,
-        most_rows=own_rows + rows,
-        chosen=given,
+        most_rows=own + rows,
         value_bytes=_value_bytes(q),
         turns_q=template["TURNS"],
-    )
+    )[0]
 
 
-def _sampling(launch: Launch) -> int:
+def _merge_slices(launch: Launch) -> Traffic:
+    (out,), (_, slices, *_) = launch.outputs, launch.inputs[0].shape
+    Q, H, D = out.shape
+    return merge_bytes((Q, H, D), launch.template["R"], slices, _value_bytes(out))
+
+
+def _sampling(launch: Launch) -> Traffic:
     (V,) = launch.inputs[0].shape
     of_all, of_nucleus = draw_bytes(V, has_top_p=False), draw_bytes(V, has_top_p=True)
     return {
@@ -258,21 +262,17 @@ def _sampling(launch: Launch) -> int:
     }[launch.name]
 
 
-def _gather(launch: Launch) -> int:
+def _gather(launch: Launch) -> Traffic:
     rows = sum(out.unique_bytes for out in launch.outputs)
-    return 2 * rows + sum(ids.unique_bytes for ids in launch.inputs[1:])
+    return moved(2 * rows + sum(ids.unique_bytes for ids in launch.inputs[1:]))
 
 
-def _slice_update(launch: Launch) -> int:
+def _slice_update(launch: Launch) -> Traffic:
     _, rows, *start = launch.inputs
-    return 2 * rows.unique_bytes + sum(x.unique_bytes for x in start)
+    return moved(2 * rows.unique_bytes + sum(x.unique_bytes for x in start))
 
 
-def _counted_before(_: Launch) -> int:
-    return 0
-
-
-_FORMULAS: dict[str, Callable[[Launch], int]] = {
+_FORMULAS: dict[str, Callable[[Launch], Traffic]] = {
     "fp8_rows": _fp8_rows,
     "fp8_rows_pair": _fp8_rows_pair,
     "plain_rows": _plain_rows,
@@ -282,8 +282,8 @@ _FORMULAS: dict[str, Callable[[Launch], int]] = {
     "mhc_finish": _mhc_finish,
     "mhc_collapse_norm": _mhc_collapse_norm,
     "mhc_expand": _mhc_expand,
-    "moe_gate_up": _moe,
-    "moe_down": _counted_before,
+    "moe_gate_up": _moe_gate_up,
+    "moe_down": _moe_down,
     "router_scores": _router_scores,
     "attention_front": _attention_front,
     "attention_front_in_ring": _attention_front_in_ring,
@@ -300,10 +300,11 @@ _FORMULAS: dict[str, Callable[[Launch], int]] = {
     "best_blocks_of_parts": _selection,
     "best_rows_of_blocks": _selection,
     "best_rows_of_blocks_of_parts": _selection,
-    "best_survivors": _counted_before,
+    "best_survivors": _selection,
+    "best_survivors_of_parts": _selection,
     "attend_whole": _sparse_attention,
     "attend_slices": _sparse_attention,
-    "merge_slices": _counted_before,
+    "merge_slices": _merge_slices,
     "sampling_greatest": _sampling,
     "sampling_draw": _sampling,
     "sampling_histogram_0": _sampling,

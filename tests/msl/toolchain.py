@@ -57,6 +57,8 @@ EXECUTABLE = (
     # What nobody wrote is NaN.
     "-ftrivial-auto-var-init=pattern",
     *("-Werror=return-type", "-Werror=uninitialized"),
+    # Unrolled loops take long to compile and compute the same; the strict pass sees the pragma.
+    "-DDS41_UNROLL=",
 )
 UNCHECKED = ("-O2",)
 CHECKED = (
