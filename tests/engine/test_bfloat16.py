@@ -21,7 +21,8 @@ from mlx_engine.ops.mhc import Mixing
 from mlx_engine.ops.router import Routing
 from tests.engine.timelines import next_token
 
-Result = mx.array | Mixing | Routing | tuple[mx.array | Mixing | Routing, ...]
+Part = mx.array | Mixing | Routing | None
+Result = Part | tuple[Part, ...]
 
 PROMPT = [3 + i * 7 % 200 for i in range(60)]
 
@@ -39,10 +40,12 @@ ACTIVATIONS = (
     "sparse_attention",
 )
 WIDE = ("head_logits", "linear_f32", "linear_f32_pair")
-BOTH = ("index_queries", "mhc_between", "mhc_enter", "mhc_route")
+BOTH = ("index_queries", "mhc_enter", "mhc_project", "mhc_route")
 
 
 def arrays(result: Result) -> list[mx.array]:
+    if result is None:
+        return []
     if isinstance(result, mx.array):
         return [result]
     if isinstance(result, Mixing):
