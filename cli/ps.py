@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -42,7 +42,10 @@ def ps_command(
 
 
 def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
-    """What a running server says of itself. Raises BadRequest where there is none."""
+    """What a running server says of itself: its state, model, context_tokens and jobs at least.
+
+    Raises BadRequest where there is none.
+    """
     url = f"{url.rstrip('/')}/status"
     headers = {} if api_key is None else {"x-api-key": api_key}
     try:
@@ -51,7 +54,7 @@ def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
         with opener.open(
             urllib.request.Request(url, headers=headers), timeout=_PATIENCE_S
         ) as reply:
-            return json.load(reply)
+            return _status(json.load(reply))
     except urllib.error.HTTPError as error:
         error.close()
         reason = "the key is missing or wrong" if error.code == 401 else f"status {error.code}"
@@ -61,6 +64,15 @@ def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
     raise BadRequest(
         f"{url} does not answer as ds41 serve does ({reason}): start it, or name --url"
     )
+
+
+def _status(said: Any) -> dict[str, Any]:
+    """What a server of ours says. Raises ValueError where another one has answered."""
+    kinds = {"state": str, "model": str, "context_tokens": int, "jobs": list}
+    status = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    if not all(isinstance(status.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError("it is another server")
+    return status
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> Iterator[str]:

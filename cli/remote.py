@@ -188,6 +188,8 @@ class _Stream:
         if api_key is not None:
             self._headers["x-api-key"] = api_key
         self._connection = _connection(url)
+        # The connection forgets it as soon as the header of an answer says that none comes after.
+        self._socket: socket.socket | None = None
         self._is_closed = False
         self._arrived = queue.SimpleQueue[Object | Exception]()
         self._thread = threading.Thread(target=self._run, args=(json.dumps(body),), daemon=True)
@@ -206,14 +208,15 @@ class _Stream:
     def close(self) -> None:
         """Leave, at whatever point the server is."""
         self._is_closed = True
-        if self._connection.sock is not None:
+        if self._socket is not None:
             with suppress(OSError):
-                self._connection.sock.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(_LEAVE_S)
 
     def _run(self, body: str) -> None:
         try:
             self._connection.connect()
+            self._socket = self._connection.sock
             if self._is_closed:
                 return
             path = f"{urlsplit(self._url).path}/v1/messages"

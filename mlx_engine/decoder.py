@@ -38,7 +38,7 @@ Graph: TypeAlias = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 @dataclass(frozen=True)
-class _Begun:
+class Begun:
     """The lower part of a step whose id was not known: from which windows, and what it made."""
 
     token: mx.array
@@ -65,7 +65,6 @@ class Decoder:
         self.traced = 0
         self._model = model
         self._graphs: dict[Hashable, Graph] = {}
-        self._begun: _Begun | None = None
         self._place: tuple[int, mx.array] | None = None
         engram, sources = model.config.engram, model.config.kv_source_layer_ids
         first = engram.layer_ids[0] if engram else 0
@@ -77,22 +76,27 @@ class Decoder:
         at = state.position
         return self.is_on and all(window.ring(at, 1) is not None for window in state.windows)
 
-    def begin(self, token: mx.array, state: SessionState) -> None:
+    def begin(self, token: mx.array, state: SessionState) -> Begun | None:
         """Hand the part of the next step to the device that needs the token, of one id, only there.
 
-        `step` goes on from it if its id is that one.
+        `step` goes on from it if its id is that one. None where there is no such part.
         """
         if self._lower == 0 or not self.fits(state):
-            return
+            return None
         outputs, windows = self._run_lower(token, state)
         given = _arrays(state)[: self._lower]
-        self._begun = _Begun(token, state.position, given, outputs, windows)
         mx.async_eval(*outputs, *windows)
+        return Begun(token, state.position, given, outputs, windows)
 
-    def step(self, token_id: int, state: SessionState, rows: EngramRows | None) -> mx.array:
+    def step(
+        self,
+        token_id: int,
+        state: SessionState,
+        rows: EngramRows | None,
+        begun: Begun | None = None,
+    ) -> mx.array:
         """Append a token, with the rows of its Engram layers: f32 logits [V], under way."""
         config, at = self._model.config, state.position
-        begun, self._begun = self._begun, None
         if begun is not None and begun.is_of(token_id, at, _arrays(state)[: self._lower]):
             carried, windows = begun.outputs, begun.windows
         else:

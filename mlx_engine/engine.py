@@ -226,11 +226,9 @@ class Engine:
     def _end_turn(self, session: Session) -> None:
         """Keep the end of an answer, unless another call is at work."""
         self._sessions.leave(session)
-        if not self._is_closed and self._work.acquire(blocking=False):
-            try:
+        with self._if_free() as is_free:
+            if is_free:
                 self._sessions.end_turn(session)
-            finally:
-                self._work.release()
 
     def save_piece(self) -> bool:
         """Hand the disk cache one piece of what waits for it, which takes a millisecond or two.
@@ -238,24 +236,30 @@ class Engine:
         Steps do that as well. Returns whether anything waited, so that who has nothing else to do
         calls again. Nothing happens while another call works.
         """
-        if self._is_closed or not self._work.acquire(blocking=False):
-            return False
-        try:
-            return self._sessions.save_piece()
-        finally:
-            self._work.release()
+        with self._if_free() as is_free:
+            return is_free and self._sessions.save_piece()
 
     @contextmanager
     def _alone(self) -> Generator[None]:
         """Hold the device's state; a call from another thread meanwhile is refused."""
         if self._is_closed:
             raise BadRequest("the engine is closed: load the model again")
-        if not self._work.acquire(blocking=False):
-            raise BadRequest("the engine is at work for another call: wait until it has returned")
-        try:
+        with self._if_free() as is_free:
+            if not is_free:
+                raise BadRequest(
+                    "the engine is at work for another call: wait until it has returned"
+                )
             yield
+
+    @contextmanager
+    def _if_free(self) -> Generator[bool]:
+        """Hold the device's state where the engine is open and no other call does; whether so."""
+        is_free = not self._is_closed and self._work.acquire(blocking=False)
+        try:
+            yield is_free
         finally:
-            self._work.release()
+            if is_free:
+                self._work.release()
 
     def respond(
         self,
@@ -271,11 +275,9 @@ class Engine:
 
         Every later call is refused.
         """
-        if not self._is_closed and self._work.acquire(blocking=False):
-            try:
+        with self._if_free() as is_free:
+            if is_free:
                 self._sessions.close()
-            finally:
-                self._work.release()
         self._is_closed = True
         if self._engram is not None:
             self._engram.close()

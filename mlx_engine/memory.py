@@ -33,7 +33,7 @@ FIRST_ROWS = 256
 # Checkpoints that sessions may keep beside one full context, or other sessions in their place.
 CHECKPOINTS = 128
 
-# A prompt up to this long finds room without the end of a longer session.
+# A prompt up to this long, with its answer, finds room without the end of a longer session.
 SHORT_TOKENS = 4096
 
 # Answers at once, of which one computes: an agent, its subagents and a short request beside them.

@@ -3,8 +3,11 @@
 Sessions say it, the engine passes it on ahead of the tokens, and answers add the time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,17 @@ class Prefilled:
 class Waiting:
     """A prompt waits for another answer: until it has read what both begin with, or has ended.
 
-    It is not worth while to ask again before `is_over`. Who does, where nothing has happened
+    It is not worth while to ask again before `is_due`. Who does, where nothing has happened
     meanwhile, gets what can be had without the other.
     """
 
-    is_over: Callable[[], bool]
+    is_due: Callable[[], bool]
+
+
+def to_end(reading: Generator[object, None, T]) -> T:
+    """What the reading of a prompt returns, for whoever does nothing meanwhile."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value

@@ -190,7 +190,7 @@ def respond(
         nonlocal cached_tokens, prefilled_tokens
         elapsed_s = time.perf_counter() - started_s
         if isinstance(step, Waiting):
-            return Progress("waiting", 0, prompt_tokens, elapsed_s, step.is_over)
+            return Progress("waiting", 0, prompt_tokens, elapsed_s, step.is_due)
         if cached_tokens is None:
             cached_tokens = step.done_tokens
             _tell_parting(prompt, step)

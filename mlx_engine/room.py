@@ -65,16 +65,19 @@ class Room:
 
     def stats(self) -> Stats:
         """Numbers about the sessions and the prompts that they served."""
-        lives = self.lives  # a copy, for other threads than the engine's
-        state_bytes = sum(live.session.state_bytes for live in lives)
-        live_bytes = eviction.held_bytes(holdings(lives))
+        # Copies, for other threads than the engine's: what leaves meanwhile is in one or both.
+        lives = self.lives
+        leaving = [live for live in self._leaving if live not in lives]
+        held, states = holdings(lives), {id(live.session) for live in lives}
+        held_bytes = eviction.held_bytes(held)
+        state_bytes = eviction.held_bytes(each for each in held if each.item in states)
         return replace(
             self._counts,
             sessions=len(lives),
             in_use=sum(live.is_in_use for live in lives),
             state_bytes=state_bytes,
-            checkpoint_bytes=live_bytes - state_bytes,
-            leaving_bytes=self.n_bytes - live_bytes,
+            checkpoint_bytes=held_bytes - state_bytes,
+            leaving_bytes=eviction.held_bytes([*held, *holdings(leaving)]) - held_bytes,
             budget_bytes=self.budget_bytes,
             prefill_tokens_per_s=self.tokens_per_s,
         )

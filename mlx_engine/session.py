@@ -15,11 +15,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_engine.decoder import Decoder
+from mlx_engine.decoder import Begun, Decoder
 from mlx_engine.engram import EngramReader, EngramRows, read_ahead
 from mlx_engine.formats import CacheFormats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Boundary, Model
+from mlx_engine.progress import to_end
 from mlx_engine.state import Checkpoint, SessionState
 from mlx_engine.token_ids import TokenIds, as_token_ids, shared_tokens
 
@@ -128,6 +129,7 @@ class Session:
         # What the upper layers may still need and have not seen, in a prefill that was broken off.
         self._waiting: Boundary | None = None
         self._logits: mx.array | None = None
+        self._begun: Begun | None = None
 
     @property
     def position(self) -> int:
@@ -147,8 +149,9 @@ class Session:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state in memory, and of what a broken-off prefill left for the retry."""
-        waiting = () if self._waiting is None else self._waiting.arrays()
-        return self.state.n_bytes + sum(x.nbytes for x in waiting)
+        waiting = self._waiting  # read once, for other threads than the engine's
+        arrays = () if waiting is None else waiting.arrays()
+        return self.state.n_bytes + sum(x.nbytes for x in arrays)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -172,12 +175,7 @@ class Session:
 
     def sync(self, token_ids: Sequence[int] | TokenIds, anchors: Sequence[int] = ()) -> mx.array:
         """`read`, all at once: f32 logits [V] after the last token."""
-        reading = self.read(token_ids, anchors)
-        while True:
-            try:
-                next(reading)
-            except StopIteration as end:
-                return end.value
+        return to_end(self.read(token_ids, anchors))
 
     def read(
         self, token_ids: Sequence[int] | TokenIds, anchors: Sequence[int] = ()
@@ -219,12 +217,13 @@ class Session:
         A step that fails takes the timeline back to the last checkpoint.
         """
         assert self.is_whole
+        begun, self._begun = self._begun, None
         try:
             past = self._engram.hash.history_tokens if self._engram else 0
             ids = np.array([*self._token_ids[max(self.position - past, 0) :], token_id], np.uint32)
             rows = read_ahead(self._engram, ids, ids.size - 1, ids.size)
             if self._decoder.fits(self.state):
-                self._logits = self._decoder.step(token_id, self.state, rows)
+                self._logits = self._decoder.step(token_id, self.state, rows, begun)
                 self._token_ids.append(token_id)
             else:
                 self._compute(ids, rows, new=1)
@@ -240,7 +239,7 @@ class Session:
 
         Where that gains nothing, nothing happens. The step itself may come or not.
         """
-        self._decoder.begin(token, self.state)
+        self._begun = self._decoder.begin(token, self.state)
 
     def rewind(self, position: int) -> None:
         """Return to the last checkpoint that does not lie past a position, or to the start."""
@@ -328,7 +327,7 @@ class Session:
         """Run the last `new` of the tokens; with `is_last` the upper layers catch up."""
         assert self.state.position == len(self._token_ids)
         model, is_short = self._model, self._prefill == "short"
-        self._logits = None
+        self._logits = self._begun = None
         if new:
             chunk = ids[-new:]
             boundary = model.encode(chunk.tolist(), self.state, rows)
@@ -354,7 +353,7 @@ class Session:
 
     def _return_to(self, checkpoint: Checkpoint, waiting: Boundary | None) -> None:
         """Go back to a place of this timeline, whatever a broken-off chunk left behind."""
-        self._logits = None
+        self._logits = self._begun = None
         self._waiting = waiting
         del self._token_ids[checkpoint.position :]
         self.prompt_tokens = min(self.prompt_tokens, checkpoint.position)

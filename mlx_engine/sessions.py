@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -20,7 +21,7 @@ from mlx_engine.formats import CacheFormats
 from mlx_engine.live import Live, Stats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Model
-from mlx_engine.progress import Prefilled, Waiting
+from mlx_engine.progress import Prefilled, Waiting, to_end
 from mlx_engine.room import Room
 from mlx_engine.saving import LEAST_TOKENS, Cache, restore
 from mlx_engine.session import Match, Prefill, Session, stops
@@ -37,14 +38,27 @@ _MEASURED_TOKENS = 256
 # Steps between two looks at the memory: buffers grow by more rows than this.
 _LOOK_STEPS = 256
 
-# While others are answered, a chunk takes about this long; fewer tokens would cost more of the time
-# for reading an expert's weights again than they gain in patience.
-_SHARED_CHUNK_S = 1.5
-_SHARED_CHUNK_TOKENS = 512
+# A chunk takes about this long, for nothing interrupts it. Fewer tokens would cost more of the time
+# for reading an expert's weights again than they gain in patience. In steps, so that most chunks
+# have the length for which table rows were read ahead.
+_CHUNK_S = 2.0
+_LEAST_CHUNK_TOKENS = 512
+_CHUNK_STEP_TOKENS = 256
+
+# How many others may get room while a prompt that came before them waits for it.
+_MOST_OVERTAKEN = 16
 
 # What two prompts have in common is worth a checkpoint of its own from here on: it costs a run of
 # the upper layers, about as much as reading half of this.
 _SHARED_TOKENS = 2048
+
+
+@dataclass
+class _Queued:
+    """A prompt that waits for room, with its answer's tokens, and how many later ones got some."""
+
+    tokens: int
+    overtaken: int = 0
 
 
 class Sessions:
@@ -80,8 +94,8 @@ class Sessions:
         self._room = Room(
             model.config, budget_bytes, short_bytes, cache, least_save_tokens, _TOKENS_PER_S
         )
-        # The requests that wait for room.
-        self._queue: set[int] = set()
+        # By their number.
+        self._queue: dict[int, _Queued] = {}
         # Counts what may end another's waiting.
         self._moves = 0
 
@@ -106,13 +120,9 @@ class Sessions:
         self, token_ids: Sequence[int] | TokenIds, anchors: Sequence[int] = ()
     ) -> tuple[Session, mx.array]:
         """`read`, all at once, where no other answer is under way; the session is left."""
-        reading = self.read(token_ids, anchors)
-        while True:
-            try:
-                next(reading)
-            except StopIteration as end:
-                self.leave(end.value[0])
-                return end.value
+        session, logits = to_end(self.read(token_ids, anchors))
+        self.leave(session)
+        return session, logits
 
     def read(
         self,
@@ -194,21 +204,30 @@ class Sessions:
                             "the answers under way hold the memory for sessions: end one first"
                         )
                 elif moves == self._moves or not self._is_read_by_another(ids, stored):
+                    for queued in self._before(number):
+                        queued.overtaken += 1
                     return
                 moves = self._moves
-                yield Waiting(lambda moves=moves: moves != self._moves)
+                yield Waiting(is_due=lambda moves=moves: moves != self._moves)
         finally:
-            self._queue.discard(number)
+            self._queue.pop(number, None)
             self._moves += 1
 
     def _has_room(self, tokens: int, number: int) -> bool:
-        """Whether there is room, and no prompt that came before waits for it."""
+        """Whether there is room, and none that came before fits by now or was overtaken enough."""
         is_short = tokens <= memory.SHORT_TOKENS
-        is_late = not is_short and any(each < number for each in self._queue)
+        is_late = not is_short and any(
+            queued.overtaken >= _MOST_OVERTAKEN or self._room.fits(queued.tokens)
+            for queued in self._before(number)
+        )
         if self._room.fits(tokens) and not is_late:
             return True
-        self._queue.add(number)
+        self._queue.setdefault(number, _Queued(tokens))
         return False
+
+    def _before(self, number: int) -> list[_Queued]:
+        """Those that came before a request and wait for room."""
+        return [queued for each, queued in self._queue.items() if each < number]
 
     def _is_read_by_another(self, ids: TokenIds, stored: int) -> bool:
         """Whether a prompt under way will soon have more of this one than there is anywhere.
@@ -338,18 +357,21 @@ class Sessions:
         live.prompt = ids
         known = done = next(reading)
         self._room.count("cached_tokens", known)
-        elapsed_s = 0.0
+        elapsed_s, tokens_per_s = 0.0, self._room.tokens_per_s
         yield Prefilled(known, ids.size, parted_at)
         while True:
             self._require(session)
-            session.chunk_tokens = self._next_chunk_tokens()
+            session.chunk_tokens = self._chunk_tokens_at(tokens_per_s)
             started_s = self._clock()
             try:
                 before, done = done, next(reading)
             except StopIteration as end:
                 logits: mx.array = end.value
                 break
-            elapsed_s += self._clock() - started_s
+            chunk_s = self._clock() - started_s
+            elapsed_s += chunk_s
+            if done - before >= _MEASURED_TOKENS and chunk_s > 0:
+                tokens_per_s = (done - before) / chunk_s
             self._room.count("computed_tokens", done - before)
             if done < ids.size:
                 self._room.save_newest(live)
@@ -364,12 +386,10 @@ class Sessions:
             self._room.tokens_per_s = (done - known) / elapsed_s
         return logits
 
-    def _next_chunk_tokens(self) -> int:
-        """As many as compute in a moment, where another answer waits for the chunk's end."""
-        if sum(live.is_in_use for live in self._room.lives) < 2:
-            return self._chunk_tokens
-        in_time = int(_SHARED_CHUNK_S * self._room.tokens_per_s)
-        return min(self._chunk_tokens, max(in_time, _SHARED_CHUNK_TOKENS))
+    def _chunk_tokens_at(self, tokens_per_s: float) -> int:
+        """As many as compute in a moment: no cancel and no other answer waits for longer."""
+        in_time = int(_CHUNK_S * tokens_per_s) // _CHUNK_STEP_TOKENS * _CHUNK_STEP_TOKENS
+        return min(self._chunk_tokens, max(in_time, _LEAST_CHUNK_TOKENS))
 
     def _require(self, session: Session) -> Live:
         live = self._room.find(session)

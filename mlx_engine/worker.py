@@ -23,6 +23,7 @@ from mlx_engine.diskcache.cache import CacheStats
 from mlx_engine.errors import BadRequest, Cancelled, EngineError
 from mlx_engine.job import Failed, Job, JobEvent, Overloaded, Stopped
 from mlx_engine.live import Stats
+from mlx_engine.memory import ANSWERS
 from mlx_engine.respond import End, Event, Progress, Request
 from mlx_engine.turns import TurnRecord
 
@@ -61,13 +62,13 @@ Load = Callable[[Callable[[int, int], None]], AbstractContextManager[AnsweringEn
 class _Active:
     """A job at work, and the time that it has had.
 
-    waits: asked whether there may be more by now, while the job waits for another; None otherwise.
+    is_due: whether there may be more by now, while the job waits for another; None otherwise.
     """
 
     job: Job
     events: Generator[Event]
     used_s: float
-    waits: Callable[[], bool] | None = None
+    is_due: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Worker:
         self,
         load: Load,
         *,
-        max_active: int = 4,
+        max_active: int = ANSWERS,
         max_queued: int = MAX_QUEUED,
         on_state: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
@@ -250,21 +251,21 @@ class Worker:
 
     def _running(self) -> list[_Active]:
         """The jobs that can go on: with those that need wait no longer, up to `max_active`."""
-        running = [active for active in self._active if not active.waits]
-        over = [active for active in self._active if active.waits and active.waits()]
-        return running + over[: max(self._max_active - len(running), 0)]
+        running = [active for active in self._active if not active.is_due]
+        due = [active for active in self._active if active.is_due and active.is_due()]
+        return running + due[: max(self._max_active - len(running), 0)]
 
     def _least_s(self) -> float:
         """The least time that a job at work has had."""
-        return min((active.used_s for active in self._active if not active.waits), default=0.0)
+        return min((active.used_s for active in self._active if not active.is_due), default=0.0)
 
     def _next(self) -> _Active:
         """The job that goes on."""
         running = self._running()
         for active in running:
-            if active.waits:
+            if active.is_due:
                 # The time that it waited is not owed to it.
-                active.used_s, active.waits = max(active.used_s, self._least_s()), None
+                active.used_s, active.is_due = max(active.used_s, self._least_s()), None
         # A cancelled one only has to end, which frees its place; of equal ones the newest has
         # waited for the other's chunk.
         cancelled = [active for active in self._active if active.job.is_cancelled]
@@ -280,9 +281,9 @@ class Worker:
                 log.error("an answer failed: %s", describe(error))
             event = Failed(error)
         active.used_s += self._clock() - started_s
-        active.waits = None
+        active.is_due = None
         if isinstance(event, Progress) and event.stage == "waiting":
-            active.waits = event.is_due
+            active.is_due = event.is_due
         if isinstance(event, End | Failed):
             self._leave(active)
             self._count(event)

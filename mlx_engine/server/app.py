@@ -3,6 +3,8 @@
 Owns the routes that belong to no protocol, and the order of gate, routes and error handlers.
 """
 
+import asyncio
+
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -68,7 +70,9 @@ def _common(service: Service) -> APIRouter:
 
     @routes.api_route("/metrics", methods=_READ)
     async def _metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return PlainTextResponse(metrics.exposition(worker), media_type="text/plain; version=0.0.4")
+        # The engine may be asked between two of its steps only, and the disk is asked too.
+        text = await asyncio.to_thread(metrics.exposition, worker)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @routes.api_route("/v1/models", methods=_READ)
     async def _models() -> Response:  # pyright: ignore[reportUnusedFunction]

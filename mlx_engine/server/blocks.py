@@ -8,8 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.server.body import IMAGE_NOTE, note
+from mlx_engine.server.body import IMAGE_NOTE, note, note_unknown
 from mlx_engine.server.fields import Object, as_string, quoted
+
+# Of all kinds. Callers, and what is to be cached, are the matter of the vendor's own servers.
+BLOCK_FIELDS = frozenset(
+    "cache_control caller content data id input is_error name signature source text thinking "
+    "title tool_name tool_use_id type".split()
+)
 
 
 class ImageInNewestMessage(BadRequest):
@@ -40,6 +46,7 @@ def assistant_blocks(blocks: Sequence[Object], where: str) -> list[Object]:
     """Blocks of reasoning, text and calls; empty where nothing is left."""
     kept: list[Object] = []
     for i, block in enumerate(blocks):
+        note_unknown("/v1/messages block", block, BLOCK_FIELDS)
         match block["type"]:
             case "thinking":
                 text = _string(block, "thinking", f"{where}.{i}")
@@ -65,6 +72,7 @@ def assistant_blocks(blocks: Sequence[Object], where: str) -> list[Object]:
 
 
 def _tool_result(block: Object, where: str) -> Object:
+    note_unknown("/v1/messages block", block, BLOCK_FIELDS)
     content = block.get("content")
     if content is None:
         content = ""
@@ -91,6 +99,7 @@ def _texts(block: Any, where: str) -> Iterator[str]:
     if not isinstance(block, dict) or not isinstance(cast(Object, block).get("type"), str):
         raise BadRequest(f"{where}: a block is an object with a type")
     block = cast(Object, block)
+    note_unknown("/v1/messages block", block, BLOCK_FIELDS)
     kind: str = block["type"]
     if kind == "text":
         text = _string(block, "text", where)

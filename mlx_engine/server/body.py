@@ -31,11 +31,10 @@ _MAX_DEPTH = 128
 _MAX_NOTES = 1000
 
 
-async def json_object(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
-    """The body as a JSON object.
+async def received(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytearray:
+    """The body as it was sent.
 
-    Raises BadRequest for anything else, ApiError above the limit (413) and for one that is
-    compressed (415), ClientGone.
+    Raises ApiError above the limit (413) and for one that is compressed (415), ClientGone.
     """
     if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise ApiError(415, "the body is compressed: send it as it is")
@@ -51,6 +50,11 @@ async def json_object(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict
                 raise too_large
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the request") from None
+    return data
+
+
+def json_object(data: bytearray) -> dict[str, Any]:
+    """A body as a JSON object. Raises BadRequest for anything else."""
     try:
         text = data.decode("utf-8-sig")
         # Python reads NaN, Infinity and 1e999 too, which no answer could repeat.
@@ -92,10 +96,17 @@ def _finite(text: str) -> float:
 
 
 def note_unknown(protocol: str, body: Mapping[str, Any], known: Collection[str]) -> None:
-    """Say in the log, once, which fields of a body have no effect."""
-    for name in body:
-        if name not in known:
+    """Say in the log, once, which fields of a body, or of a part of it, have no effect."""
+    for name, value in body.items():
+        if value is not None and name not in known:
             note(f"{protocol}: the field {quoted(name)} has no effect")
+
+
+def note_form(path: str, tool: Mapping[str, Any]) -> None:
+    """Say in the log, once, that a strict schema or a format holds no call to it."""
+    for name in ("strict", "format"):
+        if tool.get(name):
+            note(f"{path}: {name} of a tool is not enforced, a call may differ")
 
 
 def note_betas(request: Request) -> None:

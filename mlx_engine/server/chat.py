@@ -18,7 +18,7 @@ from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.respond import End, Event, Progress
 from mlx_engine.server import converter, fields, logprobs, openai_in
-from mlx_engine.server.body import json_object, note_unknown
+from mlx_engine.server.body import note_unknown
 from mlx_engine.server.errors import request_id
 from mlx_engine.server.fields import Object, as_list, as_object, as_string, is_true, quoted
 from mlx_engine.server.openai_out import FINISH_REASONS, ChunkStream, new_id, now_s, usage
@@ -34,6 +34,10 @@ KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
     "top_logprobs user".split()
 )
 
+_MESSAGE_FIELDS = frozenset(
+    "content reasoning reasoning_content role tool_call_id tool_calls".split()
+)
+
 _REFUSED = {
     "functions": "declare tools",
     "function_call": "use tool_choice",
@@ -47,8 +51,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(PATH)
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
-        body = await json_object(http, service.max_body_bytes)
         service.check_room()
+        body = await service.body(http)
         is_streamed = is_true(body, "stream")
         has_usage = openai_in.includes_usage(body)
         asked = await service.read(lambda: read(body))
@@ -104,13 +108,16 @@ def _thinking(body: Object) -> Object:
     fields: Object = {}
     effort = body.get("reasoning_effort")
     if effort is None and body.get("reasoning") is not None:
-        effort = as_object(body["reasoning"], "reasoning").get("effort")
+        reasoning = as_object(body["reasoning"], "reasoning")
+        note_unknown(f"{PATH} reasoning", reasoning, ("effort",))
+        effort = reasoning.get("effort")
     effort = converter.effort(PATH, effort)
     if effort is not None:
         fields["reasoning_effort"] = effort
     if body.get("thinking") is not None:
-        kind = as_object(body["thinking"], "thinking").get("type")
-        fields["thinking"] = {"type": as_string(kind, "thinking.type")}
+        thinking = as_object(body["thinking"], "thinking")
+        note_unknown(f"{PATH} thinking", thinking, ("type",))
+        fields["thinking"] = {"type": as_string(thinking.get("type"), "thinking.type")}
     return fields
 
 
@@ -129,6 +136,7 @@ def _messages(messages: list[Any]) -> list[Object]:
 def _message(message: Object, where: str, *, is_newest: bool) -> Object:
     role = as_string(message.get("role"), f"{where}.role")
     content = message.get("content")
+    note_unknown(f"{PATH} message", message, _MESSAGE_FIELDS)
     match role:
         case "assistant":
             return _answer(message, where)
@@ -180,8 +188,9 @@ def _tools(tools: Any) -> list[Object]:
         tool = as_object(each, f"tools.{i}")
         if tool.get("type", "function") != "function":
             raise BadRequest(f"tools.{i}: functions are the only tools that are supported")
+        note_unknown(f"{PATH} tool", tool, ("type", "function"))
         function = as_object(tool.get("function"), f"tools.{i}.function")
-        cleaned.append({"type": "function", "function": openai_in.function_fields(function)})
+        cleaned.append({"type": "function", "function": openai_in.function_fields(PATH, function)})
     return cleaned
 
 

@@ -14,7 +14,7 @@ from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.respond import End, Event
 from mlx_engine.server import fields, logprobs, openai_in
-from mlx_engine.server.body import json_object, note_unknown
+from mlx_engine.server.body import note_unknown
 from mlx_engine.server.errors import request_id
 from mlx_engine.server.fields import Object, is_true
 from mlx_engine.server.logprobs import TextLogprobs
@@ -43,8 +43,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(PATH)
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
-        body = await json_object(http, service.max_body_bytes)
         service.check_room()
+        body = await service.body(http)
         is_streamed = is_true(body, "stream")
         has_usage = openai_in.includes_usage(body)
         is_echoed = is_true(body, "echo")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from mlx_engine.answer import TokenLogprob
 from mlx_engine.errors import BadRequest
+from mlx_engine.request import MAX_LOGPROBS
 from mlx_engine.server.fields import Object, as_list, integer, is_true
 
-# How many tokens beside the drawn one may be asked for.
-_MOST = 20
+# The protocol's own.
 _MOST_OF_TEXT = 5
 
 # JSON has no minus infinity.
@@ -23,7 +23,7 @@ _OF_OUTPUT = "message.output_text.logprobs"
 
 def of_chat(body: Object) -> int | None:
     """How many alternatives a chat asks for, None for no log probabilities. Raises BadRequest."""
-    n = _number(body, "top_logprobs", _MOST)
+    n = _number(body, "top_logprobs", MAX_LOGPROBS)
     if is_true(body, "logprobs"):
         return n
     if n:
@@ -33,7 +33,7 @@ def of_chat(body: Object) -> int | None:
 
 def of_responses(body: Object) -> int | None:
     """As `of_chat`, for Responses."""
-    n = _number(body, "top_logprobs", _MOST)
+    n = _number(body, "top_logprobs", MAX_LOGPROBS)
     is_included = _OF_OUTPUT in as_list(body.get("include") or [], "include")
     return n if is_included or n else None
 

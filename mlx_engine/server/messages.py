@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_engine.server import messages_in
-from mlx_engine.server.body import json_object, note_betas
+from mlx_engine.server.body import note_betas
 from mlx_engine.server.errors import request_id
 from mlx_engine.server.fields import is_true
 from mlx_engine.server.messages_out import PATH, MessageEvents, MessageStream, WholeMessage
@@ -23,8 +23,8 @@ def router(service: Service) -> APIRouter:
     @routes.post(PATH)
     async def _create(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         note_betas(request)
-        body = await json_object(request, service.max_body_bytes)
         service.check_room()
+        body = await service.body(request)
         is_streamed = is_true(body, "stream")
         asked = await service.read(lambda: messages_in.read(body))
         ticket = await service.take(asked)
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
     async def _count_tokens(  # pyright: ignore[reportUnusedFunction]
         request: Request,
     ) -> Response:
-        body = await json_object(request, service.max_body_bytes)
+        body = await service.body(request)
         asked = await service.read(lambda: messages_in.read(body, for_count=True))
         encoded = await service.encode(asked)
         return JSONResponse({"input_tokens": encoded.prompt_tokens})

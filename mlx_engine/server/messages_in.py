@@ -16,12 +16,20 @@ from mlx_engine.errors import BadRequest
 from mlx_engine.request import ANY_TOOL, Request
 from mlx_engine.sampling import Sampling
 from mlx_engine.server import converter, fields
-from mlx_engine.server.blocks import ImageInNewestMessage, assistant_blocks, user_blocks
-from mlx_engine.server.body import note, note_unknown
+from mlx_engine.server.blocks import (
+    BLOCK_FIELDS,
+    ImageInNewestMessage,
+    assistant_blocks,
+    user_blocks,
+)
+from mlx_engine.server.body import note, note_form, note_unknown
 from mlx_engine.server.fields import Object, as_list, as_object, as_string, is_true, quoted
 
 # Changes with every request or conversation, and would make every prompt a new one.
 _ATTRIBUTION = "x-anthropic-billing-header:"
+
+# Computed states are kept without being asked for, so cache_control says nothing new.
+_TOOL_FIELDS = frozenset("cache_control description input_schema name strict type".split())
 
 KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
     "max_tokens messages metadata model output_config stop_sequences stream system thinking "
@@ -136,6 +144,7 @@ def _role(message: Object, i: int) -> str:
 
 def _turn(message: Object, i: int, *, is_newest: bool) -> _Turn | None:
     role, content = message["role"], message.get("content")
+    note_unknown("/v1/messages message", message, ("role", "content"))
     if content is None and role == "system":
         return None  # only carries settings
     where = f"messages.{i}.content"
@@ -171,6 +180,7 @@ def _objects(content: Any, where: str) -> list[Object]:
 
 def _texts(blocks: Sequence[Object], where: str) -> Iterator[str]:
     for i, block in enumerate(blocks):
+        note_unknown("/v1/messages block", block, BLOCK_FIELDS)
         text = block.get("text")
         if block["type"] != "text" or not isinstance(text, str):
             raise BadRequest(f"{where}.{i}: a system text has blocks of text only")
@@ -203,6 +213,8 @@ def _tool(tool: Any, where: str) -> Iterator[Object]:
             )
         note(f"/v1/messages: a tool of the type {quoted(kind)} is left out, nothing runs it here")
         return
+    note_unknown("/v1/messages tool", tool, _TOOL_FIELDS)
+    note_form("/v1/messages", tool)
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise BadRequest(f"{where}.input_schema: a tool has a JSON schema of its input")

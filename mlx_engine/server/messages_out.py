@@ -168,7 +168,7 @@ class WholeMessage:
     def __init__(self, events: MessageEvents) -> None:
         self._events = events
         self.body: Object = events.start()["message"]
-        self._json = ""
+        self._parts: list[str] = []  # of what the open block says
 
     def add(self, event: Event) -> None:
         """Take in an event of the answer."""
@@ -180,12 +180,11 @@ class WholeMessage:
         match event["type"]:
             case "content_block_start":
                 content.append(event["content_block"])
-                self._json = ""
+                self._parts = []
             case "content_block_delta":
                 self._extend(content[-1], event["delta"])
             case "content_block_stop":
-                if content[-1]["type"] == "tool_use":
-                    content[-1]["input"] = json.loads(self._json or "{}")
+                self._close(content[-1], "".join(self._parts))
             case "message_delta":
                 self.body |= event["delta"]
                 self.body["usage"] = event["usage"]
@@ -193,8 +192,16 @@ class WholeMessage:
                 pass
 
     def _extend(self, block: Object, delta: Object) -> None:
-        if delta["type"] == "input_json_delta":
-            self._json += delta["partial_json"]
-            return
-        key = delta["type"].removesuffix("_delta")
-        block[key] += delta[key]
+        match delta["type"]:
+            case "signature_delta":
+                block["signature"] = delta["signature"]
+            case "input_json_delta":
+                self._parts.append(delta["partial_json"])
+            case _:
+                self._parts.append(delta[block["type"]])
+
+    def _close(self, block: Object, said: str) -> None:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(said or "{}")
+        else:
+            block[block["type"]] = said

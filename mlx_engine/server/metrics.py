@@ -34,8 +34,11 @@ def _lines(worker: Worker) -> Iterator[str]:
 def _of_jobs(worker: Worker) -> Iterator[str]:
     jobs = worker.jobs()
     queued = [job for job in jobs if job.state == "queued"]
+    held = [job for job in jobs if job.state == "waiting"]
     yield from _gauge("jobs_waiting", "Requests in the queue.", len(queued))
-    yield from _gauge("jobs_active", "Requests at work.", len(jobs) - len(queued))
+    yield from _gauge("jobs_held", "Requests that wait for another, or for memory.", len(held))
+    n_active = len(jobs) - len(queued) - len(held)
+    yield from _gauge("jobs_active", "Requests at work.", n_active)
     oldest_s = max((time.monotonic() - job.created_s for job in queued), default=0.0)
     yield from _gauge("queue_oldest_seconds", "Wait of the oldest.", oldest_s)
     reading = [job for job in jobs if job.state == "prefill"]

@@ -8,9 +8,14 @@ import json
 from typing import Any, cast
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.server.body import IMAGE_NOTE, note
+from mlx_engine.server.body import IMAGE_NOTE, note, note_form, note_unknown
 from mlx_engine.server.fields import Object, as_object, as_string, integer, is_true, quoted
 from mlx_engine.tool_calls import ANY_TOOL
+
+# An answer's own parts come back with the last two, which were never the model's words.
+_TEXT_FIELDS = ("type", "text", "annotations", "logprobs")
+
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
 def includes_usage(body: Object) -> bool:
@@ -83,6 +88,7 @@ def text_of(path: str, content: Any, where: str, *, is_newest: bool) -> str:
         part = as_object(each, f"{where}.{i}")
         kind = as_string(part.get("type"), f"{where}.{i}.type")
         if kind in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
+            note_unknown(f"{path} part", part, _TEXT_FIELDS)
             texts.append(as_string(part.get("text"), f"{where}.{i}.text"))
         elif kind == "refusal":
             texts.append(as_string(part.get("refusal"), f"{where}.{i}.refusal"))
@@ -100,13 +106,11 @@ def text_of(path: str, content: Any, where: str, *, is_newest: bool) -> str:
     return "\n\n".join(texts)
 
 
-def function_fields(function: Object) -> Object:
+def function_fields(path: str, function: Object) -> Object:
     """What the converter takes of a function's declaration; its parameters are an object's."""
-    known = {
-        key: function[key]
-        for key in ("name", "description", "parameters", "strict")
-        if function.get(key) is not None
-    }
+    note_unknown(f"{path} function", function, (*_FUNCTION_FIELDS, "type"))
+    note_form(path, function)
+    known = {key: function[key] for key in _FUNCTION_FIELDS if function.get(key) is not None}
     schema: Any = known.get("parameters")
     if isinstance(schema, dict) and cast(Object, schema).get("type") is None:
         rest = {key: value for key, value in cast(Object, schema).items() if key != "type"}

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from mlx_engine.answer import ReasoningDelta, TextDelta
 from mlx_engine.respond import End, Event, Progress
 from mlx_engine.server import responses_in
-from mlx_engine.server.body import json_object
 from mlx_engine.server.errors import error_body, request_id
 from mlx_engine.server.fields import Object, is_true
 from mlx_engine.server.logprobs import entries
@@ -24,6 +23,17 @@ from mlx_engine.server.service import Service
 from mlx_engine.server.sse import server_sent
 from mlx_engine.tool_calls import ToolCallDelta, ToolCallEnd, ToolCallStart
 
+# Those that the openai package asks of every response, beside its lists.
+_SIGN_FIELDS = (
+    "id",
+    "object",
+    "created_at",
+    "status",
+    "model",
+    "tool_choice",
+    "parallel_tool_calls",
+)
+
 
 def router(service: Service) -> APIRouter:
     """`/v1/responses`."""
@@ -31,8 +41,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(PATH)
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
-        body = await json_object(http, service.max_body_bytes)
         service.check_room()
+        body = await service.body(http)
         is_streamed = is_true(body, "stream")
         asked = await service.read(lambda: responses_in.read(body))
         ticket = await service.take(asked.request)
@@ -67,12 +77,14 @@ class ResponseEvents:
 
     def start(self) -> Iterator[Object]:
         """What is said before the answer has begun."""
-        yield self._event("response.created", response=self._snapshot())
-        yield self.in_progress()
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._snapshot())
 
-    def in_progress(self) -> Object:
-        """What says that the answer is still being made."""
-        return self._event("response.in_progress", response=self._snapshot())
+    def sign_of_life(self) -> Object:
+        """What says that the answer is still being made, without all that it repeats."""
+        sign: Object = {name: self.body[name] for name in _SIGN_FIELDS}
+        sign |= {"output": [], "tools": []}
+        return self._event("response.in_progress", response=sign)
 
     def add(self, event: Event) -> None:
         """Take in an event of the answer, for the whole response."""
@@ -249,7 +261,7 @@ class ResponseStream:
 
     def keep_alive(self) -> bytes:
         # Codex gives up after five minutes without an event, and comments are none to it.
-        return _bytes(self._events.in_progress())
+        return _bytes(self._events.sign_of_life())
 
     def failure(self, error: Exception) -> Iterable[bytes]:
         yield _bytes(self._events.failure(error, self._request_id))

@@ -14,7 +14,7 @@ import deepseek_recipe as recipe
 from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.server import converter, fields, logprobs, openai_in
-from mlx_engine.server.body import note, note_unknown
+from mlx_engine.server.body import note, note_form, note_unknown
 from mlx_engine.server.fields import Object, as_list, as_object, as_string, quoted
 
 PATH = "/v1/responses"
@@ -32,6 +32,15 @@ _REFUSED = {
     "prompt": "send its text as instructions or input",
     "background": "leave it out, and wait for the answer",
 }
+
+# An answer's own items come back with their id, status and summary.
+_MESSAGE_FIELDS = ("type", "role", "content", "id", "status")
+_ITEM_FIELDS = frozenset(
+    "arguments call_id content encrypted_content id input name namespace output status summary "
+    "type".split()
+)
+_CUSTOM_FIELDS = ("type", "name", "description", "format")
+_NAMESPACE_FIELDS = ("type", "name", "description", "tools")
 
 _MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 _ANSWER_TYPES = ("reasoning", "function_call", "custom_tool_call")
@@ -70,6 +79,7 @@ def read(body: Object) -> Asked:
         if is_without_tools:
             cleaned["tool_choice"] = "none"
     reasoning = as_object(body.get("reasoning") or {}, "reasoning")
+    note_unknown(f"{PATH} reasoning", reasoning, ("effort",))
     # A call cannot begin before the reasoning has ended, so there is none.
     effort = "none" if tool else converter.effort(PATH, reasoning.get("effort"))
     if effort is not None:
@@ -124,6 +134,8 @@ def _speaker(item: Object) -> str:
 
 def _item(item: Object, where: str, *, is_newest: bool) -> Object | None:
     kind = item.get("type", "message")
+    known = _MESSAGE_FIELDS if kind == "message" else _ITEM_FIELDS
+    note_unknown(f"{PATH} item", item, known)
     match kind:
         case "message":
             role = item.get("role")
@@ -185,11 +197,14 @@ def _tools(tools: Iterable[Any]) -> Iterator[Object]:
         tool = as_object(each, f"tools.{i}")
         kind = as_string(tool.get("type"), f"tools.{i}.type")
         if kind == "function":
-            yield {"type": kind} | openai_in.function_fields(tool)
+            yield {"type": kind} | openai_in.function_fields(PATH, tool)
         elif kind == "custom":
             as_string(tool.get("name"), f"tools.{i}.name")
+            note_unknown(f"{PATH} custom tool", tool, _CUSTOM_FIELDS)
+            note_form(PATH, tool)
             yield {key: value for key, value in tool.items() if value is not None}
         elif kind == "namespace":
+            note_unknown(f"{PATH} namespace", tool, _NAMESPACE_FIELDS)
             inner = as_list(tool.get("tools") or [], f"tools.{i}.tools")
             yield tool | {"tools": list(_tools(inner))}
         else:

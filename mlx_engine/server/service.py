@@ -5,7 +5,9 @@ queue, as far as there is room. Protocols know the worker through it.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -14,8 +16,9 @@ from starlette.requests import Request as HttpRequest
 from mlx_engine.job import Overloaded
 from mlx_engine.prompt import Bounds, TooManyTokens
 from mlx_engine.respond import Request
-from mlx_engine.server.body import MAX_BODY_BYTES
+from mlx_engine.server.body import MAX_BODY_BYTES, json_object, received
 from mlx_engine.server.errors import PromptTooLong, request_id
+from mlx_engine.server.fields import Object
 from mlx_engine.server.sse import (
     KEEP_ALIVE_S,
     WHOLE_SILENCE_S,
@@ -27,6 +30,8 @@ from mlx_engine.server.sse import (
 from mlx_engine.server.ticket import Encoded, Ticket
 from mlx_engine.tokenizer import Tokenizer
 from mlx_engine.worker import Worker
+
+log = logging.getLogger(__name__)
 
 # Clients take a name that begins with "claude-" for one of Anthropic's, and its window with it.
 MODEL_ID = "ds41"
@@ -41,6 +46,9 @@ COUNT_S = 0.5
 
 # Bodies that wait for a thread, or have one.
 _MAX_READING = 64
+
+# A larger body is parsed in a thread: until it is, no other client would be answered.
+_SMALL_BODY_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True)
@@ -63,27 +71,44 @@ class Service:
     _reading: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(_MAX_READING), init=False, repr=False
     )
+    # Apart from asyncio's own: long prompts hold up neither the status nor bodies that come.
+    _counters: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="counting"),
+        init=False,
+        repr=False,
+    )
 
     def check_room(self) -> None:
-        """Refuse, before its prompt is rendered, what could not be answered then.
+        """Refuse, before its body is read, what could not be answered then.
 
         Raises Overloaded, Stopped.
         """
         self.worker.check_room()
 
-    async def read(self, work: Callable[[], T]) -> T:
-        """What `work` makes of a body, in another thread. Raises what it does, and Overloaded."""
+    async def body(self, http: HttpRequest) -> Object:
+        """A request's body. Raises BadRequest, ApiError, ClientGone, Overloaded."""
+        data = await received(http, self.max_body_bytes)
+        if len(data) <= _SMALL_BODY_BYTES:
+            return json_object(data)
+        return await self.read(lambda: json_object(data))
+
+    async def read(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
+        """What `work` makes of a body, in another thread: one of asyncio's, if not of `threads`.
+
+        Raises what it does, and Overloaded.
+        """
         if self._reading.locked():
+            self.worker.counts.refused += 1
             raise Overloaded(f"{_MAX_READING} prompts are being read already: try again later")
         async with self._reading:
-            return await asyncio.to_thread(work)
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def encode(self, request: Request, bounds: Bounds | None = None) -> Encoded:
         """Count the tokens of a request's prompt, in another thread.
 
         Raises Overloaded, and by `bounds` TooManyTokens and Cancelled.
         """
-        return await self.read(lambda: self._encode(request, bounds))
+        return await self.read(lambda: self._encode(request, bounds), self._counters)
 
     def _encode(self, request: Request, bounds: Bounds | None) -> Encoded:
         engine = self.worker.engine
@@ -99,9 +124,13 @@ class Service:
         """
         ticket = Ticket(request)
         ticket.placing = asyncio.create_task(self._place(ticket))
-        done, _ = await asyncio.wait((ticket.placing,), timeout=self.count_s)
-        for placing in done:
-            placing.result()
+        try:
+            done, _ = await asyncio.wait((ticket.placing,), timeout=self.count_s)
+            for placing in done:
+                placing.result()
+        except BaseException:  # nobody waits for it any more
+            ticket.cancel()
+            raise
         return ticket
 
     async def _place(self, ticket: Ticket) -> None:
@@ -120,6 +149,9 @@ class Service:
             request = replace(request, max_tokens=min(request.max_tokens, room))
         ticket.encoded = encoded
         ticket.job = self.worker.submit(request, ticket.id)
+        position = self.worker.position(ticket.job)
+        if position and len(self.worker.jobs()) > 1:
+            log.info("%s waits, as %d. in the queue", ticket.id, position)
 
     def stream(self, ticket: Ticket, writer: Writer) -> EventStream:
         """An answer as a stream of events."""

@@ -146,7 +146,11 @@ class WholeAnswer(Response):
                     if self._silence.is_over and not is_last:
                         if not has_begun:
                             has_begun = True
-                            await send(_JSON_START)
+                            # Whoever passes it on adds headers to it, so each answer has its own.
+                            headers = [(b"content-type", b"application/json")]
+                            await send(
+                                {"type": "http.response.start", "status": 200, "headers": headers}
+                            )
                         self._silence.end()
                         await send({"type": "http.response.body", "body": b" ", "more_body": True})
         except ClientGone:
@@ -162,13 +166,6 @@ class WholeAnswer(Response):
             await error_response(self._path, self._request_id, error)(scope, receive, send)
         else:
             await JSONResponse(self._answer.body)(scope, receive, send)
-
-
-_JSON_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"application/json")],
-}
 
 
 def server_sent(name: str | None, data: Mapping[str, Any]) -> bytes:

@@ -1,25 +1,22 @@
 """Several answers at once: each as if it were alone, and nothing computed twice."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mlx_engine import BadRequest, Engine, load, memory
+from mlx_engine import BadRequest, memory
 from mlx_engine.config import ModelConfig
 from mlx_engine.progress import Prefilled, Waiting
-from mlx_engine.respond import Steps
 from mlx_engine.session import Session
 from mlx_engine.sessions import Sessions
 from mlx_engine.state import SessionState
 from tests.engine.counted import CHUNK_TOKENS, IDS, OTHER, Made, subject
-from tests.engine.timelines import CountingModel, MemoryCache, best, next_token, tokens_of
+from tests.engine.timelines import CountingModel, MemoryCache, best
 from tests.unrounded import UNROUNDED
 
 N = 5
@@ -30,7 +27,7 @@ class Answer:
 
     def __init__(self, sessions: Sessions, prompt: Sequence[int], anchor: int, n: int = N) -> None:
         self.prompt, self.tokens = list(prompt), list[int]()
-        self.waits: Callable[[], bool] | None = None
+        self.is_due: Callable[[], bool] | None = None
         self.done_tokens = 0
         self.is_done = False
         self._sessions = sessions
@@ -40,7 +37,7 @@ class Answer:
         """One step: a chunk, a token, or to wait."""
         step = next(self._steps, None)
         self.is_done = step is None
-        self.waits = step.is_over if isinstance(step, Waiting) else None
+        self.is_due = step.is_due if isinstance(step, Waiting) else None
         if isinstance(step, Prefilled):
             self.done_tokens = step.done_tokens
 
@@ -50,7 +47,7 @@ class Answer:
 
     @property
     def may_go(self) -> bool:
-        return not self.is_done and (self.waits is None or self.waits())
+        return not self.is_done and (self.is_due is None or self.is_due())
 
     def _answer(self, anchor: int, n: int) -> Generator[object]:
         reading = self._sessions.read(self.prompt, [anchor], n)
@@ -124,7 +121,7 @@ def test_one_that_waits_goes_on_where_the_other_was_closed() -> None:
     for _ in range(5):
         first.go()
     second.go()
-    assert second.waits is not None and not second.may_go
+    assert second.is_due is not None and not second.may_go
     first.close()
     assert second.may_go
     by_turns([second])
@@ -137,7 +134,7 @@ def test_one_that_waits_and_is_asked_again_reads_for_itself() -> None:
     first, second = (Answer(made.sessions, IDS[:100], 41) for _ in range(2))
     first.go()
     second.go()
-    assert second.waits is not None
+    assert second.is_due is not None
     while not second.is_done:
         second.go()
     assert second.tokens == alone(IDS[:100])
@@ -155,24 +152,33 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert not long.is_done and short.tokens == alone(OTHER[:10])
 
 
-def test_while_others_are_answered_chunks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_engine.sessions._SHARED_CHUNK_S", 0)
-    monkeypatch.setattr("mlx_engine.sessions._SHARED_CHUNK_TOKENS", 6)
-    made = Made()
-    long, short = Answer(made.sessions, IDS[:200], 41), Answer(made.sessions, OTHER[:50], 4)
+@pytest.mark.parametrize(("tokens_per_s", "expected"), [(100, CHUNK_TOKENS), (5, 10), (1, 4)])
+def test_a_chunk_takes_as_many_tokens_as_a_cancel_may_wait_for(
+    monkeypatch: pytest.MonkeyPatch, tokens_per_s: int, expected: int
+) -> None:
+    values = {"_CHUNK_S": 2, "_LEAST_CHUNK_TOKENS": 4, "_CHUNK_STEP_TOKENS": 2}
+    for name, value in {**values, "_MEASURED_TOKENS": 2}.items():
+        monkeypatch.setattr(f"mlx_engine.sessions.{name}", value)
+
+    class Timed(Made):
+        def _clock(self) -> float:
+            return self.model.tokens / tokens_per_s
+
+    made = Timed()
 
     def chunk(answer: Answer) -> int:
         before = made.model.tokens
         answer.go()
         return made.model.tokens - before
 
-    assert [chunk(long) for _ in range(3)] == [0, CHUNK_TOKENS, CHUNK_TOKENS]
-    chunk(short)
-    assert [chunk(long) for _ in range(4)] == [6, 2, 6, 6]
-    by_turns([short])
-    assert chunk(long) == CHUNK_TOKENS
-    by_turns([long])
-    assert long.tokens == alone(long.prompt) and short.tokens == alone(short.prompt)
+    first, second = Answer(made.sessions, IDS[:200], 0), Answer(made.sessions, OTHER[:50], 0)
+    # How fast it is shows with the first chunk.
+    assert [chunk(first) for _ in range(6)] == [0, CHUNK_TOKENS, *[expected] * 4]
+    by_turns([first])
+    # Alone or not.
+    assert [chunk(second) for _ in range(3)] == [0, expected, expected]
+    by_turns([second])
+    assert first.tokens == alone(first.prompt) and second.tokens == alone(second.prompt)
 
 
 def test_a_session_in_use_has_only_its_checkpoints_for_others() -> None:
@@ -222,23 +228,51 @@ def test_without_room_and_anybody_who_goes_on_a_prompt_is_refused() -> None:
     assert again.tokens == alone(again.prompt)
 
 
-def test_small_prompts_do_not_pass_a_large_one_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_room_for_passes_a_large_prompt_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory, "SHORT_TOKENS", 8)
+    monkeypatch.setattr("mlx_engine.sessions._MOST_OVERTAKEN", 3)
     made = Made(budget_bytes=budget_for(60, 60, 300))
     first, second = (Answer(made.sessions, [5 + i, *IDS[:40]], 20) for i in range(2))
     large = Answer(made.sessions, IDS[:350], 41)
     for answer in (first, second, large):
         answer.go()
-    assert large.waits is not None
-    # It would fit, and so would the next.
-    late = Answer(made.sessions, OTHER[:40], 20)
-    late.go()
-    assert late.waits is not None
+    assert large.is_due is not None
+
+    def is_let_in(answer: Answer) -> bool:
+        answer.go()
+        return answer.is_due is None
+
+    for i in range(3):
+        late = Answer(made.sessions, [5 + i, *OTHER[:40]], 20)
+        assert is_let_in(late)
+        by_turns([late])
+    last = Answer(made.sessions, OTHER[:40], 20)
+    assert not is_let_in(last)
+    # Some room is kept free for this one.
+    short = Answer(made.sessions, OTHER[100:103], 2)
+    assert is_let_in(short)
+    by_turns([short])
+    assert not is_let_in(last)
     first.close()
+    assert not is_let_in(last) and is_let_in(large)
+    by_turns([second, large, last])
+    assert last.tokens == alone(OTHER[:40]) and large.tokens == alone(IDS[:350])
+
+
+def test_room_is_for_the_prompt_that_has_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SHORT_TOKENS", 8)
+    made = Made(budget_bytes=budget_for(60, 60, 300))
+    answers = [Answer(made.sessions, [5 + i, *IDS[:40]], 20) for i in range(2)]
+    large, late = Answer(made.sessions, IDS[:350], 41), Answer(made.sessions, OTHER[:40], 20)
+    for answer in (*answers, large):
+        answer.go()
+    answers[0].close()
     late.go()
     large.go()
-    assert large.waits is None or not late.may_go
-    by_turns([second, large, late])
+    assert late.is_due is not None and large.is_due is None
+    by_turns([answers[1], large, late])
     assert late.tokens == alone(OTHER[:40]) and large.tokens == alone(IDS[:350])
 
 
@@ -350,64 +384,3 @@ def check_any_order(sessions: Sessions, ops: list[Op], order: list[int], budget:
     for answer in answers:
         session, logits = sessions.sync(answer.prompt)
         assert best(logits) == recomputed(tuple(answer.prompt))[0] and session in sessions
-
-
-@pytest.fixture
-def engine(checkpoint: Path) -> Iterator[Engine]:
-    with load(checkpoint, "float32", context_tokens=1024, chunk_tokens=32) as engine:
-        yield engine
-
-
-PROMPT = [3 + i * 7 % 200 for i in range(60)]
-
-
-def start(engine: Engine, prompt: list[int]) -> Steps:
-    return engine.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
-
-
-@pytest.mark.parametrize("second", [PROMPT, [*PROMPT, 5, 6, 7], [9, *PROMPT]], ids=len)
-def test_of_two_answers_at_once_neither_disturbs_the_other(
-    engine: Engine, second: list[int]
-) -> None:
-    expected = [tokens_of(start(engine, prompt)) for prompt in (PROMPT, second)]
-    engine.reset()
-    first = start(engine, PROMPT)
-    begun = next_token(first)
-    later = start(engine, second)
-    begun_later = next_token(later)
-    assert [begun, *tokens_of(first)] == expected[0]
-    assert [begun_later, *tokens_of(later)] == expected[1]
-
-
-def test_answers_that_begin_at_once_go_on_by_turns(engine: Engine) -> None:
-    prompts = [PROMPT, PROMPT[:40], [*PROMPT[:50], 8, 8, 8, 8]]
-    expected = [tokens_of(start(engine, prompt)) for prompt in prompts]
-    engine.reset()
-    answers = [start(engine, prompt) for prompt in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
-    left = {i: each for i, each in enumerate(answers)}
-    while left:
-        for i, steps in [*left.items()]:
-            step = next(steps, None)
-            if step is None:
-                del left[i]
-            elif isinstance(step, int):
-                found[i].append(step)
-    assert found == expected
-
-
-def test_an_answer_that_is_closed_at_any_step_frees_its_session(engine: Engine) -> None:
-    expected = tokens_of(start(engine, PROMPT))
-    n_steps = len([*start(engine, PROMPT)])
-    for n in range(n_steps + 4):
-        engine.reset()
-        with closing(start(engine, PROMPT)) as steps:
-            for _ in range(n):
-                next(steps, None)
-        again = [*start(engine, PROMPT)]
-        first = again[0]
-        assert isinstance(first, Prefilled)
-        assert tokens_of(again) == expected
-        assert engine.session_stats().in_use == 0
-        # The chunks that had come were not read again.
-        assert first.done_tokens >= (0, 0, 32, 58)[min(n, 3)]

@@ -105,6 +105,13 @@ def test_a_step_goes_on_from_what_was_begun_for_it(monkeypatch: pytest.MonkeyPat
         session.begin_step(mx.array(8, mx.uint32))
         session.step(9)
         assert [ids[0, 0].item() for ids in entered] == [7, 8, 9]
+        # Each session goes on from its own.
+        fork = session.fork(session.checkpoints[-1])
+        for each in (session, fork):
+            each.begin_step(mx.array(6, mx.uint32))
+        for each in (session, fork):
+            each.step(6)
+        assert [ids[0, 0].item() for ids in entered[3:]] == [6, 6]
     finally:
         mx.enable_compile()
 

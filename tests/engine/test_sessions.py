@@ -1,9 +1,13 @@
 """Several timelines under one budget, and a cache behind them: where prompts go, and what stays."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
 from mlx_engine import memory
+from mlx_engine.eviction import Holding
+from mlx_engine.live import Live, holdings
 from mlx_engine.progress import Prefilled
 from mlx_engine.session import Session
 from tests.engine.counted import CHUNK_TOKENS, IDS, OTHER, ROOMY, Made, subject
@@ -278,3 +282,27 @@ def test_the_speed_of_prefills_is_measured() -> None:
     assert made.sessions.stats().prefill_tokens_per_s == speed
     made.sync(OTHER[:50])
     assert made.sessions.stats().prefill_tokens_per_s == speed
+
+
+def test_numbers_about_a_prompt_under_way_are_of_one_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Made()
+    reading = made.sessions.read(IDS[:300], [41])
+    for _ in range(6):
+        next(reading)
+        stats = made.sessions.stats()
+        assert stats.state_bytes + stats.checkpoint_bytes == made.sessions.n_bytes
+    session = made.sessions.sync(OTHER[:50])[0]
+    checkpoint_bytes = made.sessions.stats().checkpoint_bytes
+    assert checkpoint_bytes == 2 * session.checkpoint_bytes
+
+    def interrupted(lives: Iterable[Live]) -> list[Holding]:
+        """What another thread finds that is overtaken by the engine's."""
+        found = holdings(lives)
+        made.sessions.reset()
+        return found
+
+    monkeypatch.setattr("mlx_engine.room.holdings", interrupted)
+    stats = made.sessions.stats()
+    assert (stats.sessions, stats.checkpoint_bytes, stats.leaving_bytes) == (2, checkpoint_bytes, 0)

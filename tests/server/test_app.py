@@ -1,23 +1,17 @@
 """The application: probes, models, loading, overload, faults, and the end."""
 
 import contextlib
-import dataclasses
 import json
 import threading
-import time
 from collections.abc import Callable, Generator
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
-from mlx_engine.cli.main import app
-from mlx_engine.diskcache.cache import CacheStats
-from mlx_engine.live import Stats
 from mlx_engine.server.security import Access
 from mlx_engine.worker import AnsweringEngine
-from tests.scripted_engine import Course, ScriptedEngine
+from tests.scripted_engine import ScriptedEngine
 from tests.server.support import (
     PATIENCE_S,
     Server,
@@ -265,79 +259,6 @@ def test_clients_are_told_to_come_back(path: str, prompt: dict[str, Any], code: 
         go.set()
 
 
-def metrics(text: str) -> dict[str, float]:
-    """The values of an exposition, each with a help text and a type of its own."""
-    values: dict[str, float] = {}
-    described: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("#"):
-            described.append(line.split(" ", 3)[2])
-            continue
-        name, value = line.rsplit(" ", 1)
-        assert name not in values and name.split("{")[0] == described[-1]
-        values[name] = float(value)
-    assert described[::2] == described[1::2] and len(set(described)) == len(described) // 2
-    return values
-
-
-def test_metrics_count_what_was_done() -> None:
-    with serving(ScriptedEngine("</think>Hello")) as server:
-        usages = [server.message()["usage"] for _ in range(2)]
-        values = metrics(server.ask("GET", "/metrics").text)
-    assert values['ds41_requests_total{outcome="answered"}'] == 2
-    assert values["ds41_ready"] == 1 and values["ds41_jobs_active"] == 0
-    cached = sum(usage["cache_read_input_tokens"] for usage in usages)
-    assert values["ds41_cached_tokens_total"] == cached > 0
-    assert values["ds41_completion_tokens_total"] == sum(u["output_tokens"] for u in usages)
-
-
-def test_metrics_of_sessions_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter(range(10, 100))
-    disk = {f.name: next(counts) for f in dataclasses.fields(CacheStats)}
-    sessions = {f.name: next(counts) for f in dataclasses.fields(Stats)}
-    engine = ScriptedEngine()
-    monkeypatch.setattr(engine, "disk_stats", lambda: CacheStats(**cast(Any, disk)))
-    monkeypatch.setattr(engine, "session_stats", lambda: Stats(**sessions))
-    with serving(engine) as server:
-        until(lambda: server.worker.state == "ready")
-        values = metrics(server.ask("GET", "/metrics").text)
-    assert values["ds41_disk_cache_bytes"] == disk["total_bytes"]
-    assert values['ds41_disk_cache_lookups_total{result="miss"}'] == disk["misses"]
-    assert values['ds41_prompts_total{source="forked"}'] == sessions["forked"]
-    n_bytes = sessions["state_bytes"] + sessions["checkpoint_bytes"]
-    assert values["ds41_session_bytes"] == n_bytes
-
-
-def test_metrics_tell_how_far_the_prompts_are() -> None:
-    go = threading.Event()
-
-    def stop_in_the_middle(course: Course) -> None:
-        if course.chunks_done == 3:
-            assert go.wait(PATIENCE_S)
-        time.sleep(0.002)
-
-    engine = ScriptedEngine("</think>Hello", before_step=stop_in_the_middle, chunk_tokens=16)
-    with serving(engine) as server, on_port(server.app) as address:
-        url, body = f"{address}/v1/messages", messages_body(stream=True)
-        try:
-            with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
-                (job,) = server.worker.jobs()
-                until(lambda: job.progress is not None and job.progress.done_tokens == 48)
-                values = metrics(server.ask("GET", "/metrics").text)
-                n = len(engine.courses[0].call.token_ids)
-                assert values["ds41_jobs_active"] == 1
-                left = values["ds41_prefill_tokens_left"]
-                assert left == n - 48
-                rate = values["ds41_prefill_tokens_per_second"]
-                assert values["ds41_prefill_left_seconds"] == pytest.approx(left / rate, abs=0.001)
-                go.set()
-                response.read()
-        finally:
-            go.set()
-        values = metrics(server.ask("GET", "/metrics").text)
-        assert values["ds41_prefill_tokens_left"] == values["ds41_prefill_left_seconds"] == 0
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fault_of_our_own_is_an_answer_and_not_the_end(
     stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -353,52 +274,3 @@ def test_a_fault_of_our_own_is_an_answer_and_not_the_end(
         assert "words" not in response.text + caplog.text and "KeyError" in caplog.text
         monkeypatch.undo()
         assert server.message()["stop_reason"] == "end_turn"
-
-
-def test_the_status_and_ps_tell_how_far_each_request_is() -> None:
-    key = "a key of ours"
-    go = threading.Event()
-
-    def wait_in_the_middle(course: Course) -> None:
-        if course.chunks_done == 2:
-            assert go.wait(PATIENCE_S)
-
-    engine = ScriptedEngine("</think>Hello", before_step=wait_in_the_middle, chunk_tokens=16)
-    access = Access(api_key=key)
-    with (
-        serving(engine, access=access, max_active=1) as server,
-        on_port(server.app) as address,
-    ):
-
-        def ps(*args: str) -> Result:
-            return CliRunner().invoke(app, ["ps", "--url", address, *args])
-
-        url, body = f"{address}/v1/messages", messages_body(stream=True)
-        headers = {"x-api-key": key}
-        assert "nothing to do" in ps("--api-key", key).stdout
-        with (
-            httpx.stream("POST", url, json=body, headers=headers, verify=False) as first,
-            httpx.stream("POST", url, json=body, headers=headers, verify=False) as second,
-        ):
-            try:
-                until(lambda: bool(engine.courses) and engine.courses[0].chunks_done == 2)
-                until(lambda: len(server.worker.jobs()) == 2)
-                status = server.ask("GET", "/status", headers=headers).json()
-                assert status["state"] == "ready" and status["context_tokens"] == 100_000
-                working, waiting = status["jobs"]
-                n = len(engine.courses[0].call.token_ids)
-                assert (working["state"], working["position"]) == ("prefill", 0)
-                assert (working["read_tokens"], working["prompt_tokens"]) == (32, n)
-                assert (waiting["state"], waiting["position"]) == ("queued", 1)
-                result = ps("--api-key", key)
-                assert result.exit_code == 0 and "ready" in result.stdout
-                assert f"32 of {n}" in result.stdout and "waits, 1." in result.stdout
-            finally:
-                go.set()
-            for response in (first, second):
-                response.read()
-        wrong = ps("--api-key", "wrong")
-        assert wrong.exit_code == 2 and "the key is missing or wrong" in wrong.stderr
-    gone = CliRunner().invoke(app, ["ps", "--url", address])
-    assert gone.exit_code == 2 and "does not answer" in gone.stderr
-    assert len(gone.stderr.splitlines()) == 1

@@ -1,5 +1,7 @@
 """A prompt that takes long to count: the answer begins, and what is refused is told in it."""
 
+import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Generator
@@ -130,6 +132,67 @@ def test_a_fault_of_our_own_is_logged_and_told(
         assert "words" not in said + caplog.text
         body = json.dumps(BODIES["/v1/messages"])
         assert server.ask("POST", "/v1/messages", content=body).status_code == 200
+
+
+def test_the_status_does_not_wait_for_prompts_that_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # More than asyncio has threads for.
+    with (
+        counting(monkeypatch) as (_, address, go),
+        contextlib.ExitStack() as streams,
+    ):
+        answers = [
+            streams.enter_context(asking(address, "/v1/messages", stream=True)) for _ in range(40)
+        ]
+        status = httpx.get(f"{address}/status", timeout=PATIENCE_S, verify=False)
+        assert status.json()["jobs"] == []
+        go.set()
+        # None of the counts had to give up before the status was told.
+        ends = [sent_events(answer.read().decode())[-1]["type"] for answer in answers]
+        assert ends == ["message_stop"] * len(answers)
+
+
+def test_too_many_prompts_at_once_are_refused_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_engine.server.service._MAX_READING", 1)
+    with counting(monkeypatch) as (server, address, go):
+        with asking(address, "/v1/messages", stream=True) as response:
+            refused = httpx.post(
+                f"{address}/v1/messages", json=BODIES["/v1/messages"], timeout=30, verify=False
+            )
+            go.set()
+            assert sent_events(response.read().decode())[-1]["type"] == "message_stop"
+    assert refused.status_code == 529 and int(refused.headers["retry-after"]) > 0
+    assert server.worker.counts.refused == 1
+
+
+def test_a_request_that_is_dropped_is_counted_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Bounds] = []
+    go = threading.Event()
+
+    def slow(request: Request, tokenizer: Any, turns: Any, bounds: Bounds) -> Prompt:
+        asked.append(bounds)
+        assert go.wait(PATIENCE_S)
+        return encode(request, tokenizer, turns, bounds)
+
+    async def drop(server: Server) -> bool:
+        taking = asyncio.create_task(server.service.take(Request("Hi", raw=True)))
+        while not asked:
+            await asyncio.sleep(0.001)
+        taking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await taking
+        return asked[0].cancelled()
+
+    monkeypatch.setattr(Request, "encode", slow)
+    with serving(ScriptedEngine("</think>Hi")) as server:
+        try:
+            assert asyncio.run(drop(server))
+        finally:
+            go.set()
+        assert server.worker.jobs() == [] and server.engine.courses == []
 
 
 def test_nobody_waits_for_a_count_longer_than_a_second() -> None:

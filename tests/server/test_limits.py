@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from mlx_engine.server import fields, messages_in
 from mlx_engine.server.app import create_app
-from mlx_engine.server.body import MAX_BODY_BYTES
+from mlx_engine.server.body import MAX_BODY_BYTES, json_object
 from mlx_engine.server.security import Access
 from mlx_engine.server.service import Service
 from tests.scripted_engine import ScriptedEngine
@@ -53,6 +54,38 @@ def test_a_body_beyond_the_limit_is_not_read(path: str) -> None:
         assert "larger than 1000 bytes" in refusal(limited, path, 413, content=pieces())
         assert limited.ask("POST", path, json=BODIES[path]).status_code == 200
     assert MAX_BODY_BYTES == 32 * 2**20
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_full_queue_reads_no_body(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled: list[bytes] = []
+
+    async def pieces() -> Any:
+        pulled.append(b" ")
+        yield b" "
+
+    with serving(ScriptedEngine()) as server:
+        monkeypatch.setattr(server.worker, "_max_queued", 0)
+        status = 529 if path == "/v1/messages" else 429
+        assert "waiting already" in refusal(server, path, status, content=pieces())
+    assert pulled == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_large_body_is_parsed_beside_all_else(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def parse(data: bytearray) -> Object:
+        threads.append(threading.current_thread())
+        return json_object(data)
+
+    monkeypatch.setattr("mlx_engine.server.service.json_object", parse)
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        for n in (10, 2**19):
+            data = json.dumps(BODIES[path] | {"user": "x" * n})
+            assert server.ask("POST", path, content=data).status_code == 200
+    small, large = threads
+    assert small is threading.main_thread() and large is not small
 
 
 @pytest.mark.parametrize("path", BODIES)

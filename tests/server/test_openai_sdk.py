@@ -1,12 +1,17 @@
 """The vendor's own client, over a socket of this machine, at the three OpenAI endpoints."""
 
+import json
+import threading
 from typing import Any, cast
 
 import openai
 import pytest
+from openai.types.responses import ResponseInProgressEvent
 
 from mlx_engine.errors import DeviceError
+from tests.scripted_engine import ScriptedEngine
 from tests.server.openai_events import ARGUMENTS, TOOL, answering, calls_of, openai_client
+from tests.server.support import PATIENCE_S, serving
 
 SAID = f"why</think>so{calls_of('f')}"
 MESSAGES = cast(Any, [{"role": "user", "content": "Hi"}])
@@ -73,3 +78,33 @@ def test_responses():
         assert final.output_text == "so"
         assert final.usage is not None and whole.usage is not None
         assert final.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_sign_of_life_is_a_small_response():
+    """Its size does not go by what the request says, and all that the client asks for is in it."""
+    tools = cast(Any, [{"type": "function", **TOOL, "name": f"f{i}"} for i in range(20)])
+    go = threading.Event()
+
+    def wait(course: Any) -> None:
+        assert go.wait(PATIENCE_S)
+
+    engine = ScriptedEngine("why</think>so", before_step=wait)
+    signs: list[dict[str, Any]] = []
+    with serving(engine, keep_alive_s=0.01) as server, openai_client(server) as client:
+        try:
+            with client.responses.stream(model="any", input="Hi", tools=tools) as stream:
+                for event in stream:
+                    if event.type == "response.in_progress":
+                        signs.append(json.loads(event.to_json()))
+                        if len(signs) == 4:
+                            go.set()
+                final = stream.get_final_response()
+        finally:
+            go.set()
+    assert final.output_text == "so" and len(final.tools) == 20
+    first, *others = signs
+    assert len(first["response"]["tools"]) == 20
+    for each in others:
+        checked = ResponseInProgressEvent.model_validate(each)
+        assert checked.response.id == final.id and checked.response.status == "in_progress"
+        assert len(json.dumps(each)) < 1000 < len(json.dumps(first))

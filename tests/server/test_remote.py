@@ -1,5 +1,7 @@
 """A running server as an engine: the same events as those of an engine in the program."""
 
+import json
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import fields
@@ -154,3 +156,36 @@ def test_what_goes_wrong_is_one_sentence() -> None:
         list(remote.respond(request))
     with pytest.raises(BadRequest, match="does not answer as ds41 serve does"):
         RemoteEngine(address, None)
+
+
+def test_leaving_ends_an_answer_after_which_no_other_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
+        return {"state": "ready", "model": "m"}
+
+    monkeypatch.setattr("mlx_engine.cli.remote.ask_status", ask_status)
+    has_left = threading.Event()
+    delta = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "so"}}
+    header = "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n"
+
+    def answer(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client, client.makefile("rb") as request:
+            length = 0
+            while (line := request.readline().strip().lower()) != b"":
+                if line.startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            request.read(length)
+            client.sendall(f"{header}data: {json.dumps(delta)}\n\n".encode())
+            if not request.read():
+                has_left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        events = RemoteEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", None).respond(PLAIN)
+        assert next(events) == TextDelta("so")
+        events.close()
+        assert has_left.wait(PATIENCE_S)
+        thread.join()

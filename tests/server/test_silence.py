@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from mlx_engine.errors import DeviceError
+from mlx_engine.server.security import Access
 from mlx_engine.server.sse import KEEP_ALIVE_S, WHOLE_SILENCE_S
 from tests.scripted_engine import Answer, Course, ScriptedEngine
 from tests.server.support import PATIENCE_S, Server, on_port, serving, until
@@ -101,6 +102,29 @@ def test_a_whole_answer_shows_that_it_is_on_its_way(path: str) -> None:
     changing = {"id", "created", "created_at", "output", "content", "usage"}
     assert set(answer) == set(quick.json())
     assert all(answer[key] == quick.json()[key] for key in set(answer) - changing)
+
+
+def test_no_slow_answer_has_the_headers_of_another() -> None:
+    origin = "https://app.example"
+    waiting: Object = {"whole_silence_s": 0.02, "keep_alive_s": 0.01}
+    url, body = "/v1/messages", BODIES["/v1/messages"]
+    with reading("</think>Hi", access=Access(origins=frozenset({origin})), **waiting) as (
+        _,
+        address,
+        go,
+    ):
+        heads: list[httpx.Headers] = []
+        for headers in ({"origin": origin}, {}):
+            with httpx.stream(
+                "POST", address + url, json=body, headers=headers, verify=False
+            ) as response:
+                heads.append(response.headers)
+        go.set()
+    first, second = heads
+    assert first["access-control-allow-origin"] == origin
+    assert not {"access-control-allow-origin", "vary"} & set(second)
+    ids = {head.get_list("request-id", split_commas=True)[0] for head in heads}
+    assert len(ids) == 2 and all(len(head.get_list("request-id")) == 1 for head in heads)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -182,17 +182,17 @@ class Follower:
     def save_piece(self) -> bool:
         return False
 
-    def is_over(self) -> bool:
+    def is_due(self) -> bool:
         return self.steps.count("first") >= self._first_steps
 
     def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
         name = str(request.prompt)
-        while name == "second" and not self.is_over():
+        while name == "second" and not self.is_due():
             if cancelled():
                 yield end("cancelled")
                 return
             self.asked_in_vain += bool(self.steps)
-            yield Progress("waiting", 0, 9, 0.0, self.is_over)
+            yield Progress("waiting", 0, 9, 0.0, self.is_due)
         self._begun += 1
         self.most_begun = max(self.most_begun, self._begun)
         for i in range(6):

@@ -1,0 +1,75 @@
+"""`/status`, and `ds41 ps` that shows it, also of what is no server of ours."""
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+from typer.testing import CliRunner, Result
+
+from mlx_engine.cli.main import app
+from mlx_engine.cli.ps import ask_status
+from mlx_engine.errors import BadRequest
+from mlx_engine.server.security import Access
+from tests.scripted_engine import Course, ScriptedEngine
+from tests.server.support import PATIENCE_S, messages_body, on_port, serving, until
+
+
+def test_the_status_and_ps_tell_how_far_each_request_is() -> None:
+    key = "a key of ours"
+    go = threading.Event()
+
+    def wait_in_the_middle(course: Course) -> None:
+        if course.chunks_done == 2:
+            assert go.wait(PATIENCE_S)
+
+    engine = ScriptedEngine("</think>Hello", before_step=wait_in_the_middle, chunk_tokens=16)
+    access = Access(api_key=key)
+    with (
+        serving(engine, access=access, max_active=1) as server,
+        on_port(server.app) as address,
+    ):
+
+        def ps(*args: str) -> Result:
+            return CliRunner().invoke(app, ["ps", "--url", address, *args])
+
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        headers = {"x-api-key": key}
+        assert "nothing to do" in ps("--api-key", key).stdout
+        with (
+            httpx.stream("POST", url, json=body, headers=headers, verify=False) as first,
+            httpx.stream("POST", url, json=body, headers=headers, verify=False) as second,
+        ):
+            try:
+                until(lambda: bool(engine.courses) and engine.courses[0].chunks_done == 2)
+                until(lambda: len(server.worker.jobs()) == 2)
+                status = server.ask("GET", "/status", headers=headers).json()
+                assert status["state"] == "ready" and status["context_tokens"] == 100_000
+                working, waiting = status["jobs"]
+                n = len(engine.courses[0].call.token_ids)
+                assert (working["state"], working["position"]) == ("prefill", 0)
+                assert (working["read_tokens"], working["prompt_tokens"]) == (32, n)
+                assert (waiting["state"], waiting["position"]) == ("queued", 1)
+                result = ps("--api-key", key)
+                assert result.exit_code == 0 and "ready" in result.stdout
+                assert f"32 of {n}" in result.stdout and "waits, 1." in result.stdout
+            finally:
+                go.set()
+            for response in (first, second):
+                response.read()
+        wrong = ps("--api-key", "wrong")
+        assert wrong.exit_code == 2 and "the key is missing or wrong" in wrong.stderr
+    gone = CliRunner().invoke(app, ["ps", "--url", address])
+    assert gone.exit_code == 2 and "does not answer" in gone.stderr
+    assert len(gone.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("said", [{}, [], {"state": "ready", "model": "m", "jobs": []}])
+def test_another_server_is_not_taken_for_ours(said: Any) -> None:
+    with on_port(JSONResponse(said)) as address:
+        with pytest.raises(BadRequest, match="does not answer as ds41 serve does"):
+            ask_status(address, None)
+        for command in (["ps"], ["launch", "claude"]):
+            result = CliRunner().invoke(app, [*command, "--url", address])
+            assert result.exit_code == 2 and "another server" in result.stderr
