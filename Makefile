@@ -1,5 +1,5 @@
 # make ds41     .venv with the locked packages and the command .venv/bin/ds41
-# make check    the whole gate: format, lint, types, tests
+# make check    the gate: format, lint, types, tests
 # make sweep    the kernels at the released model's widths, executed on the CPU: takes minutes
 # make format   rewrites the sources in the project's format
 # make types    build/types, in which pyright sees the mapped folders as parts of mlx_engine
