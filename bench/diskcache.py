@@ -1,10 +1,10 @@
 """The disk cache at the released sizes: restore against a plain read, saving, and 10,000 anchors.
 
-Rows are random bytes of the released sizes; no model runs. A plain read is of the same
-files by as many threads as a restore has. "Cold" is after the files' pages were dropped from
-memory, the same way for both sides of a pair; where the system has no call for that, the report
-says so. The many anchors lie on the
-disk as real anchor files over sparse segments and tails, which no lookup, scan or prune reads.
+Rows are random bytes of the released sizes; no model runs. A restore ends with a state that a model
+could go on from. A plain read is of the same files by as many threads as a restore has. "Cold" is
+after the files' pages were dropped from memory, the same way for both sides of a pair; where the
+system has no call for that, the report says so. The many anchors lie on the disk as real anchor
+files over sparse segments and tails, which no lookup, scan or prune reads.
 """
 
 import json
@@ -31,11 +31,12 @@ from mlx_engine.diskcache.files import Files
 from mlx_engine.diskcache.index import Index
 from mlx_engine.diskcache.layout import AnchorFile, PrefixKeys, SegmentId, TokenIds, Use
 from mlx_engine.diskcache.policy import PolicyClock
-from mlx_engine.diskcache.reader import READERS, Restored
+from mlx_engine.diskcache.reader import READERS
 from mlx_engine.diskcache.shelf import Shelf
 from mlx_engine.diskcache.store import Store
+from mlx_engine.saving import restore
 from mlx_engine.state import SessionState
-from mlx_engine.state_transfer import export_tail, import_state
+from mlx_engine.state_transfer import export_tail
 
 CONFIG = parse_config(json.loads((ROOT / "tests/data/released_config.json").read_text()))
 # Compressed rows, index codes and index scales of the four kv sources; 40 windows of 128 rows.
@@ -45,7 +46,7 @@ FINGERPRINT = b"bench"
 FLUSH_S = 600.0
 
 SHORT_TOKENS, LONG_TOKENS, MORE_TOKENS = 25_000, 2**20, 1024
-SHORT_RUNS, LONG_RUNS, IMPORTS = 15, 5, 3
+SHORT_RUNS, LONG_RUNS = 15, 5
 
 HEADS, HEAD_TOKENS = 20, 25_000
 SESSIONS, ANCHORS, MOST_TOKENS = 700, 14, 200_000
@@ -100,7 +101,6 @@ def _measure_states(report: Report, folder: Path) -> None:
 
     cache = DiskCache.open(folder, fingerprint=FINGERPRINT, parts=PARTS)
     rows: list[list[str | int | float]] = []
-    found: dict[int, Restored] = {}
     for position, runs in ((SHORT_TOKENS, SHORT_RUNS), (LONG_TOKENS, LONG_RUNS)):
         paths = _files_of(folder, ids, position)
         for state in ("cold", "warm"):
@@ -111,9 +111,6 @@ def _measure_states(report: Report, folder: Path) -> None:
             ratio = statistics.median(b / a for a, b in zip(read_s, restore_s, strict=True))
             medians = [statistics.median(s) * 1e3 for s in (read_s, restore_s)]
             rows.append([f"{position} tokens, {state}", *medians, ratio])
-        restored = cache.restore(ids, position)
-        assert restored is not None
-        found[position] = restored
     report.line(_COLD if _CAN_DROP else _NOT_COLD)
     cache.close()
     report.table(["restored", "plain read ms", "restore ms", "ratio"], rows)
@@ -122,16 +119,6 @@ def _measure_states(report: Report, folder: Path) -> None:
         f"restore of {LONG_TOKENS} tokens against a plain cold read", float(rows[2][3]), most=1.5
     )
     report.results["restore"] = rows
-    imports: list[list[str | int | float]] = []
-    for position, restored in found.items():
-        taken_s: list[float] = []
-        for _ in range(IMPORTS):
-            start = time.perf_counter()
-            _import(restored)
-            taken_s.append(time.perf_counter() - start)
-        imports.append([f"{position} tokens", statistics.median(taken_s) * 1e3, max(taken_s) * 1e3])
-    report.table(["imported into the device's arrays", "median ms", "most ms"], imports)
-    report.results["import"] = imports
     report.results["are_pages_dropped"] = _CAN_DROP
 
 
@@ -186,13 +173,9 @@ def _tail(position: int) -> bytes:
     return export_tail(state.checkpoint())
 
 
-def _import(restored: Restored) -> None:
-    import_state(CONFIG, restored.position, restored.rows, restored.tail)
-
-
 def _restore(cache: DiskCache, ids: TokenIds, position: int) -> None:
-    restored = cache.restore(ids, position)
-    assert restored is not None and restored.position == position
+    state = restore(cache, ids, position, CONFIG)
+    assert state is not None and state.position == position
 
 
 def _files_of(folder: Path, ids: TokenIds, position: int) -> list[Path]:

@@ -104,16 +104,25 @@ def prune_command(
 
 @cache_app.command("purge")
 def purge_command(kv_disk_dir: Folder = None, dry_run: DryRun = False) -> None:
-    """Remove everything that ds41 wrote into the folder, for all models."""
+    """Remove everything that ds41 wrote into the folder, for all models.
+
+    A server that is running stores nothing more in it until it is started again.
+    """
     from mlx_engine.diskcache.check import purge
 
     _print(_removed(purge(_directory(kv_disk_dir), dry_run=dry_run), dry_run))
 
 
 def _directory(named: str | None) -> Path:
+    """The folder to work on; says so, and ends the command, where nothing is in it."""
+    from mlx_engine.diskcache.check import is_empty
+
     directory = kv_directory(named)
     if directory is None:
         raise BadRequest("none is no folder: name the one to work on, or leave --kv-disk-dir out")
+    if is_empty(directory):
+        typer.echo(f"nothing is stored yet in {directory}")
+        raise typer.Exit
     return directory
 
 

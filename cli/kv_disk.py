@@ -59,10 +59,10 @@ def kv_disk(
 ) -> "Generator[DiskCache | None]":
     """Open the folder for a model, and write what is queued at the end.
 
-    The end waits for as long as the disk goes on, once `signals` holds one for a few seconds, and
-    with the second one not at all. Gives None without a folder, and where it cannot be used; the
-    latter is said, and never ends the work. Raises ModelFileError for a checkpoint that cannot be
-    read.
+    The end waits a minute at most, and only while the disk goes on; once `signals` holds one, for a
+    few seconds, and with the second one not at all. Gives None without a folder, and where it
+    cannot be used; the latter is said, and never ends the work. Raises ModelFileError for a
+    checkpoint that cannot be read.
     """
     cache = None if directory is None else _open(opened, dtype, directory, space_bytes)
     try:
@@ -85,6 +85,7 @@ def _open(
 ) -> "DiskCache | None":
     from mlx_engine.diskcache.cache import DiskCache
     from mlx_engine.fingerprint import fingerprint
+    from mlx_engine.saving import least_bytes
     from mlx_engine.state_transfer import parts
 
     try:
@@ -93,6 +94,7 @@ def _open(
             fingerprint=fingerprint(opened.checkpoint, dtype, cache_directory()),
             parts=parts(opened.config),
             space_bytes=space_bytes,
+            least_bytes=least_bytes(opened.config),
         )
     except CacheUnusable as error:
         typer.echo(f"ds41: the disk cache is off: {error}", err=True)

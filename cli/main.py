@@ -18,6 +18,8 @@ from typer.core import TyperGroup
 import mlx_engine
 from mlx_engine.cli.bench import bench_app
 from mlx_engine.cli.cache import cache_app
+from mlx_engine.cli.chat import chat_command
+from mlx_engine.cli.doctor import doctor_command
 from mlx_engine.cli.download import download_command
 from mlx_engine.cli.launch import launch_app
 from mlx_engine.cli.ps import ps_command
@@ -99,8 +101,10 @@ def _ds41(  # pyright: ignore[reportUnusedFunction]
 
 
 app.command("run")(run_command)
+app.command("chat")(chat_command)
 app.command("serve")(serve_command)
 app.command("ps")(ps_command)
+app.command("doctor")(doctor_command)
 app.command("download")(download_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")

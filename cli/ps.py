@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +29,11 @@ def ps_command(
 ) -> None:
     """List the requests of a running server: how far each is, and what waits."""
     status = ask_status(url, api_key)
-    typer.echo(f"{status['model']}: {status['state']}, context {status['context_tokens']:,} tokens")
+    state = status["state"]
+    if status["load"] is not None:
+        done, total = status["load"]["done_bytes"] / 1e9, status["load"]["total_bytes"] / 1e9
+        state += f" ({done:,.1f} of {total:,.1f} GB)"
+    typer.echo(f"{status['model_name']}: {state}, context {status['context_tokens']:,} tokens")
     if status["jobs"]:
         for line in _jobs(status["jobs"]):
             typer.echo(line)
@@ -50,7 +55,7 @@ def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         error.close()
         reason = "the key is missing or wrong" if error.code == 401 else f"status {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
     raise BadRequest(
@@ -59,13 +64,18 @@ def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> Iterator[str]:
-    rows = [("request", "state", "age", "prompt tokens read", "left")]
+    rows = [("request", "state", "age", "prompt tokens read", "cached", "answered", "speed")]
     for job in jobs:
         state = f"waits, {job['position']}." if job["position"] else job["state"]
-        read = left = ""
+        read = cached = answered = speed = ""
         if job["prompt_tokens"] is not None:
             read = f"{job['read_tokens']:,} of {job['prompt_tokens']:,}"
+        if job["cached_tokens"] is not None:
+            cached = f"{job['cached_tokens']:,}"
         if job["state"] == "prefill" and job["read_left_s"] is not None:
-            left = f"{job['read_left_s']:.0f} s at {job['read_tokens_per_s']:,.0f}/s"
-        rows.append((job["id"], state, f"{job['age_s']:.0f} s", read, left))
+            speed = f"{job['read_tokens_per_s']:,.0f}/s, {job['read_left_s']:.0f} s left"
+        elif job["state"] == "decode":
+            answered = f"{job['completion_tokens']:,}"
+            speed = f"{job['decode_tokens_per_s']:,.1f}/s"
+        rows.append((job["id"], state, f"{job['age_s']:.0f} s", read, cached, answered, speed))
     return table(rows)

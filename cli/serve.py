@@ -5,15 +5,22 @@ the command runs.
 """
 
 import logging
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlx_engine.cli.folders import cache_directory, model_directory
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
+from mlx_engine.cli.options import (
+    ContextOption,
+    DiskDirOption,
+    DiskSpaceOption,
+    DtypeOption,
+    ModelOption,
+)
 from mlx_engine.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -22,18 +29,9 @@ if TYPE_CHECKING:
 
 PORT = 8041
 
-# Sessions are not held while another job reads its prompt, so one is answered after the other.
-_ACTIVE_JOBS = 1
-
 
 def serve_command(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="DS41_MODEL",
-            help="The checkpoint's folder; without it a tiny random model shows that all works.",
-        ),
-    ] = None,
+    model: ModelOption = None,
     host: Annotated[
         str,
         typer.Option(help="The address to listen on; any but this machine's own needs --api-key."),
@@ -57,68 +55,82 @@ def serve_command(
             "may be repeated.",
         ),
     ] = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option(help="Tokens of prompt and answer together.", show_default="the model's"),
-    ] = None,
+    ctx: ContextOption = None,
     max_queued: Annotated[
         int,
         typer.Option(help="Requests that may wait; more are told to come back later.", min=1),
     ] = 64,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="Numbers between the layers.")
-    ] = "bfloat16",
-    kv_disk_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|none",
-            help="Keep on disk what reading prompts has computed, so that conversations go on "
-            "at once after a restart; private to you, but it can be turned back into the text.",
-            show_default="kv in the cache folder",
-        ),
-    ] = None,
-    kv_disk_space: Annotated[
-        str, typer.Option(metavar="SIZE", help="The most that all files of that folder may take.")
-    ] = SPACE,
+    dtype: DtypeOption = "bfloat16",
+    kv_disk_dir: DiskDirOption = None,
+    kv_disk_space: DiskSpaceOption = SPACE,
     is_quiet: Annotated[
         bool, typer.Option("--quiet", help="Log only what went wrong, and not each request.")
     ] = False,
 ) -> None:
     """Serve the model to Claude Code and to other clients of Anthropic's and OpenAI's protocols.
 
-    The port opens at once; requests that come while the model loads wait for
-    it. What to set for Claude Code is printed at the start.
+    At the start it prints the address, the memory that is needed, and the
+    environment for Claude Code; ds41 launch claude starts it with that. The
+    port opens at once: requests that come while the model loads wait for it.
 
     Endpoints: /v1/messages and its count_tokens (Anthropic),
     /v1/chat/completions, /v1/responses and /v1/completions (OpenAI), and
-    /v1/models. Every model name is answered by the one model. For those who
-    watch there are /health (503 until the model is loaded), /metrics
-    (Prometheus) and /status, which ds41 ps shows.
+    /v1/models. Every model name is answered by the one model. A page at /
+    shows what runs; for programs there are /health (503 until the model is
+    loaded), /metrics (Prometheus) and /status, which ds41 ps shows.
 
-    Requests are answered one after the other. A client that leaves frees the
-    engine, and what was computed for it is kept: the same prompt goes on from
-    there. Too many requests are told to come back later.
+    Answers: up to four are made at once, by turns, so that a short request
+    does not wait for a long prompt; one that begins like a prompt that is
+    being read waits for that instead of reading it again. When --max-queued
+    wait, others are told to come back later (529 or 429, with retry-after).
+    A stream says every few seconds that it lives; an answer that is not
+    streamed does so after half a minute, by white space ahead of its JSON. A
+    client that leaves frees the engine, and what was computed for it is kept:
+    the same prompt goes on from there.
 
-    Only this machine can reach the server unless --host says otherwise, and
-    then only with a key. Web pages are kept out, unless their origin is
-    allowed. The log names requests and never what they say.
+    What a request says is obeyed, or refused by name with a 400: answers by a
+    JSON schema, several answers to a prompt, and an image that is asked about
+    are. An image of an earlier turn or in a tool's result becomes a line that
+    says so. Fields that are not known have no effect and are noted in the log,
+    each once. A body may have 32 MiB.
 
-    Ctrl-C ends open answers with an error that tells clients to try again; a
-    second one waits for nothing.
+    Safety: only this machine can reach the server unless --host says
+    otherwise, and then only with a key. Web pages are kept out unless their
+    origin is allowed, and so is whoever calls the server by a foreign name.
+    The log names requests and never what they say.
+
+    Ctrl-C and SIGTERM end open answers with an error that tells clients to
+    try again, and keep what was computed; a second one waits for nothing.
+
+    Examples:
+
+    ds41 serve --model ~/DeepSeek-V4.1-Flash --ctx 262144
+
+    DS41_API_KEY=... ds41 serve --host 0.0.0.0 --kv-disk-space 200GB
     """
     from mlx_engine.loading import open_model
+    from mlx_engine.memory import ANSWERS
     from mlx_engine.server.app import create_app
     from mlx_engine.server.security import Access, is_loopback, origins
-    from mlx_engine.server.service import Service
+    from mlx_engine.server.service import MODEL_NAME, Service
     from mlx_engine.server.serving import Serving, address_of, listen
     from mlx_engine.worker import Worker
 
-    if api_key is not None and not api_key.strip():
-        raise BadRequest("the API key is empty: give one, or leave --api-key out")
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise BadRequest(
+            "the API key is empty, or no header can carry it: give letters, digits and signs "
+            "without spaces, or leave --api-key out"
+        )
     if not is_loopback(host) and api_key is None:
         raise BadRequest(
             f"{host} can be reached from other machines: ask them for a key by --api-key"
         )
+    access = Access(
+        api_key,
+        # With a key the name under which others reach this machine does not matter.
+        host_names=frozenset({host}) if is_loopback(host) else None,
+        origins=origins(allow_origin or ()),
+    )
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     opened = open_model(model_directory(model), context_tokens=ctx)
     listener = listen(host, port)
@@ -142,11 +154,10 @@ def serve_command(
         elif worker.state == "failed":
             serving.stop()
 
-    # With a key the name under which others reach this machine does not matter.
-    names = frozenset({host}) if is_loopback(host) else None
-    worker = Worker(load, max_active=_ACTIVE_JOBS, max_queued=max_queued, on_state=on_state)
-    service = Service(worker, opened.tokenizer, opened.context_tokens)
-    app = create_app(service, Access(api_key, names, origins(allow_origin or ())))
+    worker = Worker(load, max_active=ANSWERS, max_queued=max_queued, on_state=on_state)
+    model_name = "a tiny random model" if model is None else MODEL_NAME
+    service = Service(worker, opened.tokenizer, opened.context_tokens, model_name=model_name)
+    app = create_app(service, access)
     serving = Serving(app, worker, listener)
     logging.getLogger("mlx_engine").setLevel(logging.WARNING if is_quiet else logging.INFO)
     _greet(opened, address_of(listener), service.model_id, has_key=api_key is not None)
@@ -162,7 +173,7 @@ def _greet(opened: "OpenModel", address: str, model_id: str, *, has_key: bool) -
     needed = memory.needs(opened.config, opened.context_tokens)
     _say(f"{opened.checkpoint.directory} as {model_id}, loading")
     _say(memory.describe(needed, opened.context_tokens))
-    _say(f"listening at {address}")
+    _say(f"listening at {address}, which shows a browser what runs")
     _say(f"for Claude Code: ds41 launch claude --url {address}, or")
     token = "YOUR_API_KEY" if has_key else model_id
     variables = environment(address, model_id, opened.context_tokens, token)

@@ -1,4 +1,4 @@
-"""What a run shows: the answer on standard output, all else on standard error.
+"""What run and chat show: the answer on standard output, all else on standard error.
 
 Owns bars, dim text and the statistics line. Bars are drawn only where standard error is a
 terminal, and are gone before text follows.
@@ -27,7 +27,7 @@ def _is_terminal() -> bool:
 
 
 class Terminal:
-    """Shows one run; without `is_streaming` neither reasoning nor answer is written."""
+    """Shows answers; without `is_streaming` neither reasoning nor text is written as it comes."""
 
     def __init__(self, *, is_streaming: bool) -> None:
         self.load_s = 0.0
@@ -68,12 +68,19 @@ class Terminal:
     def show(self, events: "Iterable[Event]") -> "End":
         """Write reasoning and answer as they come, and return the end."""
         from mlx_engine.answer import ReasoningDelta, TextDelta
+        from mlx_engine.errors import EngineError
         from mlx_engine.respond import End, Progress
 
+        self._last = None
+        is_waiting = False
         try:
             for event in events:
                 if isinstance(event, Progress):
-                    self.prefill(event)
+                    if event.stage == "waiting" and not is_waiting:
+                        is_waiting = True
+                        typer.echo("ds41: waiting for its turn", err=True)
+                    elif event.stage == "prefill":
+                        self.prefill(event)
                 elif isinstance(event, End):
                     self._end_line()
                     return event
@@ -81,24 +88,29 @@ class Terminal:
                     self._close_bar()
                     if self._is_streaming:
                         self._write(event)
+        except EngineError:
+            self._end_line()
+            raise
         finally:
             self._close_bar()
         raise AssertionError("an answer has an end")
 
     def statistics(self, end: "End") -> None:
-        """Write one line about the run."""
+        """Write one line about a run with one answer."""
         timings, engram = end.timings, end.engram
         rows = engram.rows_distinct
         hits = f"engram {engram.cache_hits / rows:.0%} of rows in memory; " if rows else ""
-        cached = f" ({end.cached_tokens:,} cached)" if end.cached_tokens else ""
         typer.echo(
-            f"ds41: prompt {end.prompt_tokens:,} tokens{cached}, "
-            f"{timings.prefill_tokens_per_s:,.1f}/s; "
-            f"answer {end.completion_tokens:,} tokens, {timings.decode_tokens_per_s:,.1f}/s; {hits}"
+            f"ds41: {_rates(end)}; {hits}"
             f"load {self.load_s:.1f} s, prefill {timings.prefill_s:.1f} s, "
             f"decode {timings.decode_s:.1f} s; {end.finish_reason}",
             err=True,
         )
+
+    def turn(self, end: "End") -> None:
+        """Write one line about an answer among others."""
+        ended = "" if end.finish_reason == "stop" else f"; {end.finish_reason}"
+        typer.secho(f"{_rates(end)}{ended}", err=True, dim=True)
 
     def _write(self, delta: "ReasoningDelta | TextDelta") -> None:
         from mlx_engine.answer import ReasoningDelta
@@ -107,7 +119,9 @@ class Terminal:
         if not is_reasoning and isinstance(self._last, ReasoningDelta):
             typer.echo("\n", err=True)
         # Each piece is flushed, and dim only where the stream is a terminal.
-        typer.secho(delta.text, nl=False, err=is_reasoning, dim=is_reasoning or None)
+        typer.secho(
+            delta.text, nl=False, err=is_reasoning, dim=is_reasoning or None, reset=is_reasoning
+        )
         self._last = delta
 
     def _end_line(self) -> None:
@@ -120,6 +134,15 @@ class Terminal:
         if self._prefill_bar is not None:
             self._prefill_bar.close()
             self._prefill_bar = None
+
+
+def _rates(end: "End") -> str:
+    cached = f" ({end.cached_tokens:,} cached)" if end.cached_tokens else ""
+    timings = end.timings
+    return (
+        f"prompt {end.prompt_tokens:,} tokens{cached}, {timings.prefill_tokens_per_s:,.1f}/s; "
+        f"answer {end.completion_tokens:,} tokens, {timings.decode_tokens_per_s:,.1f}/s"
+    )
 
 
 class _Bar:

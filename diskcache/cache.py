@@ -8,10 +8,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_engine.diskcache import layout, names
 from mlx_engine.diskcache.commit import Committer
@@ -31,8 +34,8 @@ SPACE_BYTES = 64 * 10**9
 # An anchor of 1,048,576 tokens and its tail.
 QUEUE_BYTES = 1_000_000_000
 CLOSE_S = 5.0
-# A disk that takes nothing for so long is not waited for.
-STALL_S = 30.0
+# What is queued is waited for so long at most, and for a disk that takes nothing for so long.
+DRAIN_S, STALL_S = 60.0, 30.0
 
 _LOCK_WAIT_S = 60.0
 _DRAIN_POLL_S = 0.05
@@ -73,9 +76,16 @@ class DiskCache:
     """The states of one model in a folder that it shares with other models and processes."""
 
     def __init__(
-        self, store: Store, root: bytes, parts: Parts, clock: PolicyClock, queue_bytes: int
+        self,
+        store: Store,
+        root: bytes,
+        parts: Parts,
+        clock: PolicyClock,
+        queue_bytes: int,
+        least_bytes: int,
     ) -> None:
         self._store = store
+        self._least_bytes = START_BYTES + least_bytes
         self._parts = parts
         self._clock = clock
         self._step = layout.step_tokens(parts)
@@ -103,6 +113,7 @@ class DiskCache:
         space_bytes: int = SPACE_BYTES,
         free_floor_bytes: int | None = None,
         queue_bytes: int = QUEUE_BYTES,
+        least_bytes: int = 0,
         salt: bytes = b"",
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
@@ -112,12 +123,13 @@ class DiskCache:
         The fingerprint stands for the weights and the numerics, and caches with different salts
         (of two tenants, say) never share what is stored; the folder never grows beyond
         `space_bytes`, nor while the disk has less than `free_floor_bytes` free (5% of the disk or
-        10 GB, whichever is less). Raises CacheUnusable, one sentence; the caller says it, or the
-        notice in `stats()`, to the user.
+        10 GB, whichever is less). `least_bytes` are those of the smallest state: where they pass
+        the limit, the notice says so. Raises CacheUnusable, one sentence; the caller says it, or
+        the notice in `stats()`, to the user.
         """
         store = Store.open(directory, files or Files(), space_bytes, free_floor_bytes)
         root = layout.root_key(fingerprint, parts, salt)
-        return cls(store, root, parts, PolicyClock(clock), queue_bytes)
+        return cls(store, root, parts, PolicyClock(clock), queue_bytes, least_bytes)
 
     def lookup(self, token_ids: Any) -> int:
         """The longest stored position whose tokens begin `token_ids` [T], 0 for none."""
@@ -126,8 +138,17 @@ class DiskCache:
             found = self._shelf.index.find(ids, len(ids))
         return found[-1].position if found else 0
 
-    def restore(self, token_ids: Any, position: int) -> Restored | None:
-        """The state at `position`, or at the longest stored one below it that is in order."""
+    def restore(
+        self, token_ids: Any, position: int, into: Sequence[NDArray[np.uint8]]
+    ) -> Restored | None:
+        """The state at `position`, or at the longest stored one below it that is in order.
+
+        The rows go to where the buffers of `into` start, one a part, each with room for those
+        before `position`. They count once this returns, and then only up to the restored position.
+        """
+        for buffer, part in zip(into, self._parts, strict=True):
+            if buffer.nbytes < part.n_bytes(0, position):
+                raise ValueError(f"a buffer of {buffer.nbytes} bytes is too small for {position}")
         ids = layout.as_token_ids(token_ids)
         pin = Pin(ids, len(ids))
         self._hold(pin)
@@ -140,9 +161,9 @@ class DiskCache:
                     self._misses += 1
                     return None
                 try:
-                    restored = self._reader.read(steps, found[-1].key, ids)
+                    restored = self._reader.read(steps, found[-1].key, ids, into)
                 except (MemoryError, RuntimeError) as error:
-                    # No memory for the rows, or no thread to read with.
+                    # No memory, or no thread to read with.
                     _log.warning("The disk cache cannot be read now: %s.", error)
                     self._misses += 1
                     return None
@@ -264,17 +285,23 @@ class DiskCache:
         """Wait until all that was handed over is on the disk; False if that takes longer."""
         return self._writer.flush(timeout_s)
 
-    def drain(self, is_hurried: Callable[[], bool], stall_s: float = STALL_S) -> None:
-        """Wait until all that was handed over is on the disk, for as long as that goes on.
+    def drain(
+        self,
+        is_hurried: Callable[[], bool],
+        stall_s: float = STALL_S,
+        timeout_s: float = DRAIN_S,
+    ) -> None:
+        """Wait until all that was handed over is on the disk, for `timeout_s` at most.
 
         Ends as soon as `is_hurried` says so, or when nothing was written for `stall_s`.
         """
         before, since_s = (-1, -1), time.monotonic()
+        end_s = since_s + timeout_s
         while not is_hurried() and not self.flush(_DRAIN_POLL_S):
-            now = (self._writer.held_bytes, self._store.written_bytes)
+            now, now_s = (self._writer.held_bytes, self._store.written_bytes), time.monotonic()
             if now != before:
-                before, since_s = now, time.monotonic()
-            elif time.monotonic() - since_s >= stall_s:
+                before, since_s = now, now_s
+            if now_s - since_s >= stall_s or now_s >= end_s:
                 return
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -344,7 +371,13 @@ class DiskCache:
                 f"The cache's folder {store.directory} has been removed, so nothing is written: "
                 "start again to have it made anew."
             )
-        if store.foreign_bytes >= store.space_bytes:
+        if store.space_bytes < self._least_bytes:
+            return (
+                f"The limit of {store.space_bytes} bytes for {store.directory} is too small for a "
+                f"cache, so nothing is written: allow at least {self._least_bytes} with "
+                "--kv-disk-space."
+            )
+        if store.space_bytes - store.foreign_bytes < self._least_bytes:
             return (
                 f"Files that are not the cache's fill {store.directory} up to its limit of "
                 f"{store.space_bytes} bytes, so nothing is written: name an empty folder, "
@@ -359,10 +392,5 @@ class DiskCache:
             return (
                 f"The disk of {store.directory} has {free_bytes} bytes free and the cache leaves "
                 f"{store.free_floor_bytes} to others, so nothing is written: free some space."
-            )
-        if store.total_bytes + least_bytes > store.space_bytes and store.is_unmarked:
-            return (
-                f"The limit of {store.space_bytes} bytes for {store.directory} is too small for a "
-                "cache, so nothing is written: allow more with --kv-disk-space."
             )
         return None

@@ -197,26 +197,45 @@ def prune(
         for shelf in shelves:
             damaged = [name for name in shelf.sizes if names.is_damaged(name)]
             # While an anchor cannot be read, nobody knows what it stands on.
-            gone.add(shelf, [*shelf.faults, *shelf.left_over, *damaged])
+            gone.add(shelf.folder, [*shelf.faults, *shelf.left_over, *damaged])
             if not shelf.unread:
-                gone.add(shelf, sorted(shelf.unsure))
+                gone.add(shelf.folder, sorted(shelf.unsure))
         if to_bytes is not None:
             while gone.left_bytes > to_bytes and _evict_least(shelves, gone):
                 pass
             for shelf in shelves:
                 if gone.left_bytes > to_bytes:
-                    gone.add(shelf, sorted(shelf.sizes))
+                    gone.add(shelf.folder, sorted(shelf.sizes))
         return gone.finish()
 
 
 def purge(directory: Path, *, dry_run: bool = False, files: Files | None = None) -> Removed:
-    """Remove everything of ours but the marker and the lock, which running processes share."""
+    """Remove everything of ours. Who has the folder open writes no more to it.
+
+    Where other files stay, so do the marker and the lock: it is a cache's folder for the next run.
+    """
     store = Store.existing(directory, files or Files())
     with _locked(store, not dry_run):
         gone = _Gone(store, dry_run)
         for shelf in _shelves(store, PolicyClock(time.time), is_loaded=False):
-            gone.add(shelf, sorted(shelf.sizes))
+            gone.add(shelf.folder, sorted(shelf.sizes))
+        if not store.foreign:
+            # The lock last: until then nobody else can take the folder for a new one.
+            top = sorted(store.sizes[""], key=lambda name: name == names.LOCK_NAME)
+            gone.add("", top)
         return gone.finish(with_folders=True)
+
+
+def is_empty(directory: Path, *, files: Files | None = None) -> bool:
+    """Whether a folder is not there, or has nothing in it. CacheUnusable if it cannot be read."""
+    try:
+        return not (files or Files()).names(directory)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise CacheUnusable(
+            f"The cache's folder {directory} cannot be read: {error.strerror or error}."
+        ) from error
 
 
 class _Gone:
@@ -236,17 +255,18 @@ class _Gone:
     def left_bytes(self) -> int:
         return self._total_bytes - self._n_bytes
 
-    def add(self, shelf: Shelf, gone: list[str]) -> None:
-        """Remove files of a shelf, each once, in this order."""
+    def add(self, folder: str, gone: list[str]) -> None:
+        """Remove files of one folder, each once, in this order."""
+        sizes = self._store.sizes[folder]
         for name in gone:
-            path = f"{shelf.folder}/{name}"
-            if name not in shelf.sizes or path in self._names:
+            path = f"{folder}/{name}" if folder else name
+            if name not in sizes or path in self._names:
                 continue
-            self._names[path] = shelf.sizes[name]
-            self._n_bytes += shelf.sizes[name]
-            self._folders.add(shelf.folder)
+            self._names[path] = sizes[name]
+            self._n_bytes += sizes[name]
+            self._folders.add(folder)
             if not self._dry_run:
-                self._store.remove(shelf.folder, name)
+                self._store.remove(folder, name)
 
     def finish(self, *, with_folders: bool = False) -> Removed:
         """Make it last; empty folders go too if that is wished."""
@@ -264,7 +284,7 @@ def _evict_least(shelves: list[Shelf], gone: _Gone) -> bool:
     if not plans:
         return False
     shelf, plan = min(plans, key=lambda each: each[0].ranking.worth(each[1].anchors[0]))
-    gone.add(shelf, shelf.detach(plan))
+    gone.add(shelf.folder, shelf.detach(plan))
     return True
 
 

@@ -10,6 +10,8 @@ import errno
 import fcntl
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -33,6 +35,7 @@ _PASSING = {
     errno.EACCES,
     errno.EPERM,
 }
+_TOOL_S = 10.0
 # Below every system's IOV_MAX.
 _VECTORS = 512
 
@@ -83,7 +86,11 @@ class Files:
 
     def sizes(self, folder: Path, names: Sequence[str]) -> list[int]:
         """The sizes of names in a folder, links not followed; 0 for one that has gone."""
-        return [_size(f"{folder}/{name}") for name in names]
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
+        try:
+            return [_size(name, handle) for name in names]
+        finally:
+            os.close(handle)
 
     def user(self) -> int:
         """The user id that files are made under."""
@@ -108,6 +115,19 @@ class Files:
         finally:
             os.close(handle)
 
+    def leave_out_of_backups(self, folder: Path) -> None:
+        """Tell Time Machine to leave a folder out, where there is one; it may have failed.
+
+        By the system's own tool, which puts the mark on the folder itself.
+        """
+        if sys.platform == "darwin":
+            with contextlib.suppress(subprocess.SubprocessError):
+                subprocess.run(
+                    ["/usr/bin/tmutil", "addexclusion", folder],
+                    capture_output=True,
+                    timeout=_TOOL_S,
+                )
+
     def create(self, path: Path) -> int:
         """Make a file for writing that only its owner may read; FileExistsError if it is there."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
@@ -116,10 +136,24 @@ class Files:
     def open(self, path: Path) -> int:
         """Open a file for reading; whatever is not a file is refused, and not waited for."""
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        try:
+            _check_file(handle, path)
+        except OSError:
             os.close(handle)
-            raise OSError(errno.EINVAL, "it is not a file", str(path))
+            raise
         return handle
+
+    def contents(self, path: Path, most_bytes: int) -> bytes:
+        """What a small file holds, or its first `most_bytes`; refuses what `open` refuses."""
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
+        try:
+            left_bytes = min(_check_file(handle, path), most_bytes)
+            data = os.read(handle, left_bytes)
+            while len(data) < left_bytes and (more := os.read(handle, left_bytes - len(data))):
+                data += more
+            return data
+        finally:
+            os.close(handle)
 
     def close(self, handle: int) -> None:
         """Close a handle; a lock that it holds is let go."""
@@ -227,6 +261,14 @@ def _sync(handle: int) -> None:
     os.fsync(handle)
 
 
+def _check_file(handle: int, path: Path) -> int:
+    """The size of what was opened, which must be a file."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return found.st_size
+
+
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
     """What is left of the buffers behind their first `count` bytes."""
     for i, buffer in enumerate(buffers):
@@ -247,9 +289,9 @@ def _status(found: os.stat_result) -> Status:
     return Status(kind, found.st_size, found.st_uid, mode, (found.st_dev, found.st_ino))
 
 
-def _size(path: str) -> int:
+def _size(name: str, folder: int) -> int:
     try:
-        return os.lstat(path).st_size
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
     except FileNotFoundError:
         return 0
 

@@ -4,7 +4,7 @@ What lies in it is the store's part.
 """
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mlx_engine.diskcache import names
@@ -43,12 +43,13 @@ def check_owner(directory: Path, files: Files) -> Status:
     return status
 
 
-def check_unmarked(directory: Path, ours: Collection[str], foreign: Collection[str]) -> None:
+def check_unmarked(directory: Path, ours: Mapping[str, int], foreign: Collection[str]) -> None:
     """CacheUnusable if a folder without our marker holds anything that cannot be ours.
 
-    `ours` are the names in it that can be, `foreign` the paths below it that cannot.
+    `ours` are the names in it that can be, with their bytes, `foreign` the paths below it that
+    cannot. A marker that a power cut has emptied can be ours.
     """
-    if names.MARKER_NAME in {*ours, *foreign}:
+    if ours.get(names.MARKER_NAME) or names.MARKER_NAME in foreign:
         raise CacheUnusable(
             f"{directory} is marked as another program's cache: name another with --kv-disk-dir."
         )
@@ -57,3 +58,11 @@ def check_unmarked(directory: Path, ours: Collection[str], foreign: Collection[s
             f"{directory} holds files that are not a cache's ({min(foreign)}): "
             "name an empty or a new folder with --kv-disk-dir."
         )
+
+
+def hide(directory: Path, files: Files) -> None:
+    """Keep a folder out of a Mac's search index and backups, if that can be."""
+    with contextlib.suppress(OSError):
+        files.close(files.create(directory / names.NO_INDEX_NAME))
+    with contextlib.suppress(OSError):
+        files.leave_out_of_backups(directory)

@@ -100,33 +100,37 @@ class Index:
                 raise LookupError("the parent has another position")
         if file.key in self.anchors:
             raise LookupError("the anchor is here already")
-        block_key = parent.block_key if parent else self.root
         anchor = Anchor(
             file.key,
             file.position,
             parent,
             file.uses,
-            block_key,
+            self.root,
             file.token_s,
             file.created_s,
             weight,
             tail_bytes,
         )
-        key = parent.key if parent else self.root
-        for use in file.uses:
-            segment = self.segments.get(use.segment)
+        key, block_key = (parent.key, parent.block_key) if parent else (self.root, self.root)
+        # A start takes up tens of thousands of steps here.
+        segments, joints, offsets_of = self.segments, self._joints, self._offsets
+        for use_key, end, segment_id, tokens, segment_bytes in file.uses:
+            segment = segments.get(segment_id)
             if segment is None:
-                segment = Segment(use.segment, use.first, key, use.segment_bytes)
-                self.segments[use.segment] = segment
+                segment = Segment(segment_id, end - tokens, key, segment_bytes)
+                segments[segment_id] = segment
                 self._starts.setdefault(key, []).append(segment)
             segment.owners.append(anchor)
-            self._joints.setdefault(use.key, []).append(anchor)
-            offsets = self._offsets.setdefault(anchor.block_key, {})
-            offset = _offset(use.end)
+            joints.setdefault(use_key, []).append(anchor)
+            offsets = offsets_of.get(block_key)
+            if offsets is None:
+                offsets = offsets_of[block_key] = {}
+            offset = _offset(end)
             offsets[offset] = offsets.get(offset, 0) + 1
             if offset == BLOCK_TOKENS:
-                anchor.block_key = use.key
-            key = use.key
+                block_key = use_key
+            key = use_key
+        anchor.block_key = block_key
         self.anchors[file.key] = anchor
         if parent:
             parent.children.append(anchor)

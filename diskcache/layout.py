@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -65,8 +65,7 @@ def step_tokens(parts: Parts) -> int:
     return math.lcm(*(part.ratio for part in parts))
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentId:
+class SegmentId(NamedTuple):
     """A segment by the key of the position that it ends at, and how many tokens it holds."""
 
     key: bytes
@@ -77,8 +76,7 @@ class SegmentId:
         return names.segment_name(self.key, self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """The first tokens of a segment as a step of a path: up to position `end`, whose key is `key`.
 
     `segment_bytes` is the size of the segment's file.

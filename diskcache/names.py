@@ -16,13 +16,16 @@ MARKER = MARKER_START + (
     b"# the text of prompts and answers. `ds41 cache purge` deletes them.\n"
 )
 LOCK_NAME = "ds41-kv.lock"
+# Keeps the folder out of Spotlight's index on a Mac.
+NO_INDEX_NAME = ".metadata_never_index"
 HITS_NAME = "hits.table"
 _FOLDER_NAME = re.compile(r"kv-[0-9a-f]{32}")
 _OBJECT_NAME = re.compile(
     r"(?P<key>[0-9a-f]{64})(?:-(?P<tokens>[0-9a-f]{4})\.segment|\.(?P<kind>tail|anchor|record))"
 )
+_TAIL_ENDING, _ANCHOR_ENDING = ".tail", ".anchor"
 _PARTIAL_NAME = re.compile(r"[0-9]+\.partial")
-_DAMAGED_ANCHOR = ".anchor.damaged"
+_DAMAGED_ANCHOR = f"{_ANCHOR_ENDING}.damaged"
 _DAMAGED_NAME = re.compile(rf"(?:{_OBJECT_NAME.pattern}|hits\.table)\.damaged")
 
 
@@ -56,11 +59,11 @@ def segment_name(key: bytes, tokens: int) -> str:
 
 
 def tail_name(key: bytes) -> str:
-    return f"{key.hex()}.tail"
+    return f"{key.hex()}{_TAIL_ENDING}"
 
 
 def anchor_name(key: bytes) -> str:
-    return f"{key.hex()}.anchor"
+    return f"{key.hex()}{_ANCHOR_ENDING}"
 
 
 def record_name(key: bytes) -> str:
@@ -112,6 +115,16 @@ def segment_tokens(name: str) -> int:
     return int(name[2 * _KEY_BYTES + 1 :].partition(".")[0], 16)
 
 
+def is_anchor(name: str) -> bool:
+    """Whether a name of ours is that of an anchor in use."""
+    return name.endswith(_ANCHOR_ENDING)
+
+
+def is_tail(name: str) -> bool:
+    """Whether a name of ours is that of a tail in use."""
+    return name.endswith(_TAIL_ENDING)
+
+
 def is_left_over(name: str) -> bool:
     """Whether a name is ours and of no more use: half written, or put aside."""
     return any(pattern.fullmatch(name) for pattern in (_PARTIAL_NAME, _DAMAGED_NAME))
@@ -134,7 +147,9 @@ def is_name(name: str) -> bool:
 
 def is_top_name(name: str) -> bool:
     """Whether a file beside our folders is ours."""
-    return name in (MARKER_NAME, LOCK_NAME) or _PARTIAL_NAME.fullmatch(name) is not None
+    return (
+        name in (MARKER_NAME, LOCK_NAME, NO_INDEX_NAME) or _PARTIAL_NAME.fullmatch(name) is not None
+    )
 
 
 def is_immutable(name: str) -> bool:

@@ -24,10 +24,9 @@ READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was stored at a position: a contiguous uint8 array a part, and the tail."""
+    """The position whose rows were put in place, and the tail that was stored there."""
 
     position: int
-    rows: tuple[NDArray[np.uint8], ...]
     tail: bytes
 
 
@@ -52,17 +51,21 @@ class Reader:
         self._root = root
         self._parts = parts
 
-    def read(self, steps: Sequence[Use], key: bytes, ids: TokenIds) -> Restored:
-        """The state at the end of `steps`, whose key is `key`; Unreadable."""
+    def read(
+        self, steps: Sequence[Use], key: bytes, ids: TokenIds, rows: Sequence[NDArray[np.uint8]]
+    ) -> Restored:
+        """Read the state at the end of `steps`, whose key is `key`; its rows to where `rows` start.
+
+        Raises Unreadable; nobody writes to `rows` any more then.
+        """
         position = steps[-1].end
-        rows = tuple(np.empty(part.n_bytes(0, position), np.uint8) for part in self._parts)
         with ThreadPoolExecutor(READERS, "ds41-kv-read") as pool:
             tail = pool.submit(self._read_tail, key, position)
             reads = [pool.submit(self._read_step, use, rows, ids) for use in steps]
             try:
                 for read in reads:
                     read.result()
-                return Restored(position, rows, tail.result())
+                return Restored(position, tail.result())
             except Unreadable:
                 pool.shutdown(cancel_futures=True)
                 raise

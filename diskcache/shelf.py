@@ -4,10 +4,12 @@ Owns how names and anchors' files become an index, and what must go from the dis
 goes from the index. The index is guarded by `lock`, which is never held during a file-system call.
 """
 
+import contextlib
+import gc
 import logging
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 from mlx_engine.diskcache import names
@@ -76,7 +78,8 @@ class Shelf:
         if self.root is None and self._is_of_another_version():
             self.is_opaque = True
             return
-        self.refresh(News(list(self.sizes), []))
+        with _no_collections():
+            self.refresh(News(list(self.sizes), []))
         now_s = self._clock.now()
         table: list[tuple[bytes, float, float]] = []
         if names.HITS_NAME in self.sizes:
@@ -109,12 +112,11 @@ class Shelf:
         with self.lock:
             for name in news.gone:
                 self._forget_file(name)
-            touched = {file.key for file in files if self._take_up(file)}
-            touched.update(
-                names.object_key(name) for name in added if names.kind_of_ours(name) is Object.TAIL
-            )
+            used: set[str] = set()
+            touched = {file.key for file in files if self._take_up(file, used)}
+            touched.update(names.object_key(name) for name in added if names.is_tail(name))
             for key in touched:
-                self._find_tail(key)
+                self._find_tail(key, used)
             if len(touched) > len(self.index.anchors) // 4:
                 self.ranking = Ranking(self.index)
             else:
@@ -123,7 +125,7 @@ class Shelf:
             self.left_over.difference_update(news.gone, added)
             self.unsure.difference_update(news.gone, added)
             for name in added:
-                if name not in self.unread and self._is_left_over(name):
+                if name not in used and name not in self.unread and self._is_left_over(name):
                     is_clear = is_sure or names.kind_of_ours(name) is None
                     (self.left_over if is_clear else self.unsure).add(name)
 
@@ -240,9 +242,7 @@ class Shelf:
         """The anchors' files among new names, ascending; `unread` has those that fail for now."""
         files: list[AnchorFile] = []
         self.unread.clear()
-        for name in added:
-            if names.kind_of_ours(name) is not Object.ANCHOR:
-                continue
+        for name in filter(names.is_anchor, added):
             try:
                 data = self.store.read(self.folder, name)
                 files.append(decode_anchor(data, names.object_key(name), self.root))
@@ -255,22 +255,27 @@ class Shelf:
                     _log.info("%s of the disk cache cannot be read: %s.", name, error.strerror)
         return sorted(files, key=lambda file: file.position)
 
-    def _take_up(self, file: AnchorFile) -> bool:
+    def _take_up(self, file: AnchorFile, used: set[str]) -> bool:
+        """Add an anchor to the index if all that it stands on is there; `used` gets its files."""
         if file.key in self.index.anchors:
             return False
         sizes, is_complete = self.sizes, True
+        found = [names.anchor_name(file.key)]
         for use in file.uses:
-            size = sizes.get(use.segment.name)
+            name = use.segment.name
+            size = sizes.get(name)
             if size is not None and size != use.segment_bytes:
                 reason = f"it holds {size} bytes and should hold {use.segment_bytes}"
-                self.report(Fault(use.segment.name, reason))
+                self.report(Fault(name, reason))
             is_complete = is_complete and size == use.segment_bytes
+            found.append(name)
         if not is_complete or (file.parent_key and file.parent_key not in self.index.anchors):
             return False
         self.index.add(file, 0, weight_at(1.0, file.created_s, self._clock.now()))
+        used.update(found)
         return True
 
-    def _find_tail(self, key: bytes) -> None:
+    def _find_tail(self, key: bytes, used: set[str]) -> None:
         anchor = self.index.anchors.get(key)
         name = names.tail_name(key)
         n_bytes = self.sizes.get(name)
@@ -280,6 +285,7 @@ class Shelf:
             self.report(Fault(name, "it ends within its header"))
             return
         anchor.tail_bytes = n_bytes
+        used.add(name)
 
     def _forget_file(self, name: str) -> None:
         match names.kind_of_ours(name):
@@ -319,6 +325,18 @@ class Shelf:
             self.ranking.changed(owner)
         gone = [names.anchor_name(anchor.key), names.tail_name(anchor.key)]
         return gone + [segment.id.name for segment in freed]
+
+
+@contextlib.contextmanager
+def _no_collections() -> Generator[None]:
+    """Let nobody look for garbage: an index that grows has none, and the looks cost a third."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _last_owners(segments: list[Segment]) -> list[Anchor]:

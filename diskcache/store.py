@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mlx_engine.diskcache import names
 from mlx_engine.diskcache.files import PRIVATE_MODE, Buffer, Files, Kind, is_absent, opened
-from mlx_engine.diskcache.folder import check_owner, check_unmarked, make_folders
+from mlx_engine.diskcache.folder import check_owner, check_unmarked, hide, make_folders
 from mlx_engine.diskcache.lock import COUNT_BYTES, Busy, FolderLock, Gone
 from mlx_engine.errors import CacheUnusable
 
@@ -143,7 +143,7 @@ class Store:
             return False
 
     def path(self, folder: str, name: str) -> Path:
-        return self.directory / folder / name
+        return self.directory.joinpath(folder, name)
 
     @contextlib.contextmanager
     def locked(self, deadline_s: float) -> Generator[bool]:
@@ -230,9 +230,7 @@ class Store:
 
     def read(self, folder: str, name: str, most_bytes: int = 2**63) -> bytes:
         """A small file, whole, or its first `most_bytes`."""
-        with opened(self.files, self.files.open(self.path(folder, name))) as handle:
-            data = bytearray(min(self.files.handle_status(handle).n_bytes, most_bytes))
-            return bytes(data[: self.files.read(handle, [data], 0)])
+        return self.files.contents(self.path(folder, name), most_bytes)
 
     def remove_empty_folders(self) -> None:
         """Remove the folders of ours that hold nothing at all."""
@@ -293,6 +291,7 @@ class Store:
     def _write_marker(self) -> None:
         if not self.is_marked():
             self.announce()
+            hide(self.directory, self.files)
             self.write("", names.MARKER_NAME, [names.MARKER])
         self.is_unmarked = False
         # The folder itself may be new as well; who may not list its parent cannot have made it.
@@ -317,10 +316,11 @@ class Store:
             if kind is Kind.FOLDER and names.is_folder_name(folder):
                 sizes[folder] = self._scan_folder(folder, foreign)
         before = self.sizes
+        nothing: dict[str, int] = {}
         self.news = {
             folder: News(
-                [name for name in sizes.get(folder, {}) if name not in before.get(folder, {})],
-                [name for name in before.get(folder, {}) if name not in sizes.get(folder, {})],
+                list(sizes.get(folder, nothing).keys() - before.get(folder, nothing).keys()),
+                list(before.get(folder, nothing).keys() - sizes.get(folder, nothing).keys()),
             )
             for folder in before.keys() | sizes.keys()
         }

@@ -10,12 +10,14 @@ The names below are the whole public interface. They are imported on first use, 
 `import mlx_engine` alone costs nothing.
 """
 
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_engine.answer import ReasoningDelta, TextDelta
+    from mlx_engine.answer import ReasoningDelta, TextDelta, TokenLogprob
     from mlx_engine.engine import Engine
     from mlx_engine.engram_table import EngramStats
     from mlx_engine.errors import (
@@ -28,9 +30,15 @@ if TYPE_CHECKING:
         ModelFileError,
     )
     from mlx_engine.loading import OpenModel, load, open_model
+    from mlx_engine.progress import Prefilled, Waiting
     from mlx_engine.prompt import Message
     from mlx_engine.respond import End, Event, Progress, Request
-    from mlx_engine.sampling import Sampling
+    from mlx_engine.sampling import Sampling, ScoredToken
+
+if sys.platform == "linux":
+    # On CUDA MLX gathers launches in graphs until their inputs have so many million elements, by
+    # default fewer than one layer's experts. It reads this when its first stream is made.
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "4000")
 
 __all__ = [
     "BadRequest",
@@ -46,11 +54,15 @@ __all__ = [
     "Message",
     "ModelFileError",
     "OpenModel",
+    "Prefilled",
     "Progress",
     "ReasoningDelta",
     "Request",
     "Sampling",
+    "ScoredToken",
     "TextDelta",
+    "TokenLogprob",
+    "Waiting",
     "load",
     "open_model",
 ]
@@ -58,13 +70,14 @@ __all__ = [
 __version__ = version("ds41")
 
 _HOMES = {
-    "answer": ("ReasoningDelta", "TextDelta"),
+    "answer": ("ReasoningDelta", "TextDelta", "TokenLogprob"),
     "engine": ("Engine",),
     "engram_table": ("EngramStats",),
     "loading": ("OpenModel", "load", "open_model"),
+    "progress": ("Prefilled", "Waiting"),
     "prompt": ("Message",),
     "respond": ("End", "Event", "Progress", "Request"),
-    "sampling": ("Sampling",),
+    "sampling": ("Sampling", "ScoredToken"),
 }
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "ReasoningDelta",
     "StopStrings",
     "TextDelta",
+    "TokenLogprob",
     "ToolCall",
     "ToolCallDelta",
     "ToolCallEnd",
@@ -36,17 +37,28 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was, by its bytes, and the most likely ones in its place."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+
+
+@dataclass(frozen=True)
 class ReasoningDelta:
-    """The next part of the reasoning."""
+    """The next part of the reasoning; `logprobs` of the tokens that it ends, if asked for."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The next part of the answer."""
+    """The next part of the answer; `logprobs` of the tokens that it ends, if asked for."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 AnswerEvent = ReasoningDelta | TextDelta | CallEvent
@@ -97,6 +109,8 @@ class AnswerReader:
         self._lexer = TagLexer()
         self._parser = CallParser(None if drops_calls else tools, is_parallel=parallel_calls)
         self._starts_in_call = starts_in_call
+        # Of tokens whose text is held back; those of the format's own are dropped with it.
+        self._logprobs: list[TokenLogprob] = []
 
     @property
     def is_finished(self) -> bool:
@@ -135,8 +149,8 @@ class AnswerReader:
         """The stop string that ended the answer."""
         return self._stops.found
 
-    def push(self, token_id: int) -> Iterator[AnswerEvent]:
-        """Yield what this token adds."""
+    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> Iterator[AnswerEvent]:
+        """Yield what this token adds; a delta has the `logprob` of every token that it ends."""
         self.reasoning_tokens += self._in_reasoning
         if self._starts_in_call is not None:
             tool, self._starts_in_call = self._starts_in_call, None
@@ -155,9 +169,11 @@ class AnswerReader:
             yield from self._begin_reasoning()
         elif token_id == self._dsml:
             yield from self._add(self._decoder.finish())
+            self._logprobs += [logprob] if logprob else []
             for item in self._lexer.marker():
                 yield from self._take_all(self._parser.push(item))
         else:
+            self._logprobs += [logprob] if logprob else []
             yield from self._add(self._decoder.push(token_id))
 
     def finish(self, *, is_cut: bool = False) -> Iterator[AnswerEvent]:
@@ -179,6 +195,7 @@ class AnswerReader:
         self._drops_newlines = not self._text and (self._in_reasoning or self._drops_newlines)
         self._in_reasoning = False
         self._held_newlines = 0
+        self._logprobs.clear()
 
     def _may_reason(self) -> bool:
         return not self._in_reasoning and not self._parser.has_begun
@@ -209,8 +226,10 @@ class AnswerReader:
                 yield item
 
     def _take(self, piece: str) -> Iterator[AnswerEvent]:
-        if self._drops_newlines:
+        if self._drops_newlines and piece:
             piece = piece.lstrip("\n")
+            if not piece:
+                self._logprobs.clear()
         if not piece:
             return
         self._drops_newlines = False
@@ -231,12 +250,17 @@ class AnswerReader:
     def _add_reasoning(self, piece: str) -> Iterator[ReasoningDelta]:
         if piece:
             self._reasoning.append(piece)
-            yield ReasoningDelta(piece)
+            yield ReasoningDelta(piece, self._ended())
 
     def _add_text(self, piece: str) -> Iterator[TextDelta]:
         if piece:
             self._text.append(piece)
-            yield TextDelta(piece)
+            yield TextDelta(piece, self._ended())
+
+    def _ended(self) -> tuple[TokenLogprob, ...]:
+        ended = tuple(self._logprobs)
+        self._logprobs.clear()
+        return ended
 
 
 class StopStrings:

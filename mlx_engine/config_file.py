@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +103,12 @@ def load_config(directory: Path) -> ModelConfig:
         return parse_config(cast("dict[str, Any]", raw))
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from None
+
+
+def released_config() -> ModelConfig:
+    """The configuration of the release that this engine is made for."""
+    text = files("mlx_engine").joinpath("released_config.json").read_text(encoding="utf-8")
+    return parse_config(json.loads(text))
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

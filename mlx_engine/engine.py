@@ -5,11 +5,11 @@ array of the device. Any thread may call, one at a time; a second call at once i
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_engine import memory
 from mlx_engine.config import ModelConfig
+from mlx_engine.diskcache.cache import CacheStats
 from mlx_engine.engram import EngramReader
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ModelFileError
@@ -24,8 +25,9 @@ from mlx_engine.live import Stats
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
 from mlx_engine.ops.launch import FastPaths
-from mlx_engine.respond import Event, Progress, Request, respond
-from mlx_engine.sampling import Sampler, Sampling
+from mlx_engine.progress import Prefilled, Waiting
+from mlx_engine.respond import Event, Request, Steps, respond
+from mlx_engine.sampling import Sampler, Sampling, score
 from mlx_engine.saving import Cache
 from mlx_engine.session import CHUNK_TOKENS, Prefill, Session, full_logits
 from mlx_engine.sessions import Sessions
@@ -35,7 +37,9 @@ from mlx_engine.turns import TurnRecord, TurnStore
 
 
 class DiskCache(Cache, TurnStore, Protocol):
-    """What the engine needs of a disk cache: states, and the tokens of turns."""
+    """What the engine needs of a disk cache: states, the tokens of turns, and counts."""
+
+    def stats(self) -> CacheStats: ...
 
 
 class Engine:
@@ -63,6 +67,7 @@ class Engine:
         self._model = model
         self._engram = engram
         self._chunk_tokens = chunk_tokens
+        self._disk_cache = disk_cache
         self._sessions = Sessions(
             model,
             engram,
@@ -87,8 +92,12 @@ class Engine:
         return self._sessions.n_bytes
 
     def session_stats(self) -> Stats:
-        """Numbers about the sessions and the prompts that they served."""
+        """Numbers about the sessions and the prompts that they served; any thread may ask."""
         return self._sessions.stats()
+
+    def disk_stats(self) -> CacheStats | None:
+        """Numbers about the disk cache, None without one; any thread may ask."""
+        return None if self._disk_cache is None else self._disk_cache.stats()
 
     @property
     def fast_paths(self) -> FastPaths:
@@ -130,29 +139,29 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
+        top_k: int = 0,
+        logprobs: int | None = None,
         ignore_eos: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Generator[int, None, Literal["stop", "length"]]:
+    ) -> Steps:
         """Yield the tokens that follow a prompt; return "stop" at the EOS, or "length".
 
-        The EOS is not yielded; `ignore_eos` goes on past it. What earlier calls computed is used
-        again; `anchors` are positions of the prompt where a later one may part from it, the end of
-        system and tools first. `on_progress` is told the prompt's tokens done and in all: first
-        those known already, then after each chunk; what it raises stops the work. Raises
-        BadRequest, and ContextTooLong when prompt and answer pass the context. Once another call
-        has taken the session elsewhere, the next token is a BadRequest.
+        Ahead of the tokens it yields Prefilled: first with the prompt's tokens that are known
+        already, then after each chunk. Whoever closes it there leaves what was computed to the next
+        call. The EOS is not yielded; `ignore_eos` goes on past it. `anchors` are positions of the
+        prompt where a later one may part from it, the end of system and tools first. With
+        `logprobs` tokens come scored, with so many of the most likely ones.
+
+        Several may be under way; each goes on by its own session. It yields Waiting while another
+        one reads what both begin with, or holds the memory that it needs. Raises BadRequest, also
+        where that other one is never gone on with; ContextTooLong when prompt and answer pass the
+        context.
         """
-        sampling = Sampling(temperature=temperature, top_p=top_p, min_p=min_p, seed=seed)
+        sampling = Sampling(temperature, top_p, min_p, seed, top_k)
         if max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}, it must be at least 1")
         check_tokens(token_ids, max_tokens, self.config, self.context_tokens)
         return self._generate(
-            tuple(token_ids),
-            tuple(anchors),
-            max_tokens,
-            Sampler(sampling),
-            ignore_eos,
-            on_progress,
+            tuple(token_ids), tuple(anchors), max_tokens, Sampler(sampling), logprobs, ignore_eos
         )
 
     def _generate(
@@ -161,57 +170,84 @@ class Engine:
         anchors: Sequence[int],
         max_tokens: int,
         sampler: Sampler,
+        logprobs: int | None,
         ignore_eos: bool,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> Generator[int, None, Literal["stop", "length"]]:
-        with self._alone():
-            session, logits = self._sessions.sync(token_ids, anchors, on_progress)
-            epoch = session.epoch
-            if not mx.isfinite(logits).all().item():
-                raise ModelFileError(
-                    f"the logits are no numbers, so weights of {self.directory} are damaged: "
-                    "delete its shards and fetch them again"
-                )
-            token_id = cast(int, sampler(logits).item())
+    ) -> Steps:
+        session, logits = yield from self._read(token_ids, anchors, max_tokens)
         try:
-            for left in range(max_tokens, 0, -1):
+            with self._alone():
+                self._require_finite(logits)
+            token_id = 0
+            for n in range(max_tokens):
+                with self._alone():
+                    if n:
+                        logits = self._sessions.step(session, token_id)
+                    token_id = self._draw(session, logits, sampler)
+                    drawn = token_id if logprobs is None else score(logits, token_id, logprobs)
                 if token_id == self.config.eos_token_id and not ignore_eos:
                     return "stop"
-                yield token_id
-                if left == 1:
-                    break
-                with self._alone():
-                    if session not in self._sessions or session.epoch != epoch:
-                        raise BadRequest(
-                            "the session has gone on to another prompt; start generate again"
-                        )
-                    token_id = self._next_token(session, token_id, sampler)
+                yield drawn
         finally:
-            self._end_turn(session, epoch)
+            self._end_turn(session)
         return "length"
 
-    def _next_token(self, session: Session, token_id: int, sampler: Sampler) -> int:
-        """Append a token and sample the one after it."""
+    def _read(
+        self, token_ids: Sequence[int], anchors: Sequence[int], max_tokens: int
+    ) -> Generator[Prefilled | Waiting, None, tuple[Session, mx.array]]:
+        """Read a prompt, and hold the device only between two yields."""
+        with closing(self._sessions.read(token_ids, anchors, max_tokens)) as reading:
+            while True:
+                with self._alone():
+                    try:
+                        step = next(reading)
+                    except StopIteration as end:
+                        return end.value
+                yield step
+
+    def _require_finite(self, logits: mx.array) -> None:
+        if not mx.isfinite(logits).all().item():
+            raise ModelFileError(
+                f"the logits are no numbers, so weights of {self.directory} are damaged: "
+                "delete its shards and fetch them again"
+            )
+
+    def _draw(self, session: Session, logits: mx.array, sampler: Sampler) -> int:
         try:
+            token = sampler(logits)
+            mx.async_eval(token)
+            session.begin_step(token)
             # The id must reach the host each step: the next Engram rows depend on it.
-            return cast(int, sampler(self._sessions.step(session, token_id)).item())
+            return cast(int, token.item())
         except BaseException:
             # The device may have failed after the step was handed to it.
             session.rewind(session.position)
             raise
 
-    def _end_turn(self, session: Session, epoch: int) -> None:
-        """Keep the end of an answer, unless another call is at work or has gone on from there."""
+    def _end_turn(self, session: Session) -> None:
+        """Keep the end of an answer, unless another call is at work."""
+        self._sessions.leave(session)
         if not self._is_closed and self._work.acquire(blocking=False):
             try:
-                if session in self._sessions and session.epoch == epoch:
-                    self._sessions.end_turn(session)
+                self._sessions.end_turn(session)
             finally:
                 self._work.release()
 
+    def save_piece(self) -> bool:
+        """Hand the disk cache one piece of what waits for it, which takes a millisecond or two.
+
+        Steps do that as well. Returns whether anything waited, so that who has nothing else to do
+        calls again. Nothing happens while another call works.
+        """
+        if self._is_closed or not self._work.acquire(blocking=False):
+            return False
+        try:
+            return self._sessions.save_piece()
+        finally:
+            self._work.release()
+
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """Hold the device's state; a call from another thread, or from a callback, is refused."""
+        """Hold the device's state; a call from another thread meanwhile is refused."""
         if self._is_closed:
             raise BadRequest("the engine is closed: load the model again")
         if not self._work.acquire(blocking=False):
@@ -225,11 +261,10 @@ class Engine:
         self,
         request: Request,
         *,
-        on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[Event]:
         """Answer a request with events, the last one an End; see `respond.respond`."""
-        return respond(self, request, on_progress=on_progress, cancelled=cancelled)
+        return respond(self, request, cancelled=cancelled)
 
     def close(self) -> None:
         """Hand what only memory has to the disk cache, and close the table files.

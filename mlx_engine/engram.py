@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mlx_engine.config import EngramConfig
 from mlx_engine.engram_table import EngramStats, EngramTable, TableLocation
 from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.token_ids import TokenIds
 
 # Codes [T, columns, head_dim] and scales [T, columns, head_dim/32].
 Rows: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -252,3 +253,13 @@ class EngramReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def read_ahead(
+    engram: EngramReader | None, token_ids: TokenIds, first: int, last: int
+) -> EngramRows | None:
+    """Start to read the Engram rows of the tokens from `first` up to `last`."""
+    if engram is None or first == last:
+        return None
+    past = token_ids[max(first - engram.hash.history_tokens, 0) : first]
+    return engram.prefetch(token_ids[first:last].astype(np.int64), past.astype(np.int64))

@@ -38,26 +38,32 @@ class Failed:
 
 
 JobEvent = Event | Failed
-JobState = Literal["queued", "prefill", "decode", "done"]
+JobState = Literal["queued", "waiting", "prefill", "decode", "done"]
 
 
 class Job:
     """One request on its way; any thread may call.
 
-    `progress` is the prefill's, None before it begins. Who waits for events calls `take` whenever
-    `wake` was called, which happens in another thread and must not block.
+    `progress` is the prefill's, None before it begins; `completion_tokens` have been sampled. Who
+    waits for events calls `take` whenever `wake` was called, which happens in another thread and
+    must not block.
     """
 
-    def __init__(self, request: Request, drop: Callable[["Job"], None]) -> None:
-        self.id = secrets.token_hex(8)
+    def __init__(
+        self, request: Request, drop: Callable[["Job"], None], id: str | None = None
+    ) -> None:
+        self.id = id or secrets.token_hex(8)
         self.request = request
         self.created_s = self.logged_s = time.monotonic()
         self.state: JobState = "queued"
         self.progress: Progress | None = None
+        self.completion_tokens = 0
+        self.decode_tokens_per_s = 0.0
         self.wake: Callable[[], None] = lambda: None
         self.is_cancelled = False
         self._drop = drop
         self._first_progress: Progress | None = None  # with the tokens that were known before
+        self._first_token_s = 0.0
         self._arrived = Condition()
         self._events: list[JobEvent] = []
 
@@ -65,6 +71,11 @@ class Job:
     def is_done(self) -> bool:
         """Whether no more events come."""
         return self.state == "done"
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """The prompt's tokens that were known before, None while that is not known."""
+        return self._first_progress and self._first_progress.done_tokens
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -111,13 +122,30 @@ class Job:
             if isinstance(event, End | Failed):
                 self.state = "done"
             elif isinstance(event, Progress):
-                # The one before the prefill knows nothing of what is cached.
-                if self.progress is not None and self._first_progress is None:
-                    self._first_progress = event
-                self.progress = event
-                self.state = "prefill"
+                self._note(event)
+                if event.stage == "decode":
+                    # Nobody waits for a count.
+                    return
             else:
                 self.state = "decode"
             self._events.append(event)
             self._arrived.notify_all()
         self.wake()
+
+    def _note(self, progress: Progress) -> None:
+        match progress.stage:
+            case "waiting":
+                self.state = "waiting"
+            case "prefill":
+                # The one before the prefill knows nothing of what is cached.
+                if self.progress is not None and self._first_progress is None:
+                    self._first_progress = progress
+                self.progress = progress
+                self.state = "prefill"
+            case "decode":
+                self.state = "decode"
+                self.completion_tokens = progress.done_tokens
+                self._first_token_s = self._first_token_s or progress.elapsed_s
+                since_s = progress.elapsed_s - self._first_token_s
+                if since_s > 0:
+                    self.decode_tokens_per_s = (self.completion_tokens - 1) / since_s

@@ -12,6 +12,7 @@ from mlx_engine.eviction import Candidate, Holding
 from mlx_engine.saving import Cache, Saving
 from mlx_engine.session import Session
 from mlx_engine.state import Checkpoint
+from mlx_engine.token_ids import TokenIds
 
 # Requests after which a session that none of them used counts half.
 _HALF_LIFE = 16
@@ -22,7 +23,7 @@ _DISK_BYTES_PER_S = 2e9
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the start, but for the bytes, the sessions and the speed.
+    """Counts since the start, but for the bytes, the sessions, those in use and the speed.
 
     continued, rewound, forked, restored and fresh count prompts by where their session came from;
     cached_tokens and computed_tokens are of those prompts. dropped_checkpoints went for want of
@@ -31,6 +32,7 @@ class Stats:
     """
 
     sessions: int = 0
+    in_use: int = 0
     state_bytes: int = 0
     checkpoint_bytes: int = 0
     leaving_bytes: int = 0
@@ -49,15 +51,31 @@ class Stats:
 
 
 class Live:
-    """A session in memory, and the number of the request that used it last."""
+    """A session in memory, and the number of the request that used it last.
+
+    reserved_bytes: what it may come to take before its answer has ended; 0 while nobody uses it.
+    prompt: what is being read into it, None otherwise.
+    """
 
     def __init__(self, session: Session, saving: Saving) -> None:
         self.session, self.saving = session, saving
         self.used_at = 0
+        self.reserved_bytes = 0
+        self.prompt: TokenIds | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an answer is under way in it, so that it must stay as it is for others."""
+        return self.reserved_bytes > 0
 
     def holdings(self) -> frozenset[Holding]:
-        """The state, and the checkpoints that forks have too."""
-        state = Holding(id(self), id(self.session), self.session.state_bytes)
+        """The state, and the checkpoints that forks have too.
+
+        What a prompt under way leaves for its next chunk lies in the room to compute in.
+        """
+        session = self.session
+        n_bytes = session.state_bytes if self.prompt is None else session.state.n_bytes
+        state = Holding(id(self), id(session), n_bytes)
         return frozenset({state, *(self.holding(each) for each in self.session.checkpoints)})
 
     def holding(self, checkpoint: Checkpoint) -> Holding:

@@ -19,6 +19,7 @@ from mlx_engine.engram import EngramHash, EngramReader
 from mlx_engine.errors import BadRequest
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
+from mlx_engine.prompt import Bounds
 from mlx_engine.respond import Request
 from mlx_engine.session import CHUNK_TOKENS, Prefill
 from mlx_engine.token_ids import check_tokens
@@ -87,7 +88,7 @@ class OpenModel:
 
     def check(self, request: Request) -> None:
         """Raise what `Engine.respond` would raise for this request, before a weight is read."""
-        prompt = request.encode(self.tokenizer)
+        prompt = request.encode(self.tokenizer, bounds=Bounds(self.context_tokens))
         answer_tokens = request.answer_tokens(len(prompt.token_ids), self.context_tokens)
         check_tokens(prompt.token_ids, answer_tokens, self.config, self.context_tokens)
 

@@ -36,6 +36,9 @@ CHECKPOINTS = 128
 # A prompt up to this long finds room without the end of a longer session.
 SHORT_TOKENS = 4096
 
+# Answers at once, of which one computes: an agent, its subagents and a short request beside them.
+ANSWERS = 4
+
 # A tile of the index scan: queries times heads times rows. Bounds a prefill at any context.
 SCAN_VALUES = 1 << 21
 
@@ -133,15 +136,19 @@ def held_bytes(config: ModelConfig, context_tokens: int) -> int:
     return state_bytes(config, context_tokens) + spare * _row_bytes(config)
 
 
+def answer_bytes(config: ModelConfig, tokens: int) -> int:
+    """What a session of so many tokens takes: with the three checkpoints that it always keeps."""
+    return held_bytes(config, tokens) + 3 * checkpoint_bytes(config)
+
+
 def short_session_bytes(config: ModelConfig, context_tokens: int) -> int:
-    """What is kept free of longer sessions: one of SHORT_TOKENS with two checkpoints."""
-    tokens = min(SHORT_TOKENS, context_tokens)
-    return held_bytes(config, tokens) + 2 * checkpoint_bytes(config)
+    """What is kept free of longer sessions: one of SHORT_TOKENS."""
+    return answer_bytes(config, min(SHORT_TOKENS, context_tokens))
 
 
 def least_session_bytes(config: ModelConfig, context_tokens: int) -> int:
-    """What sessions take at least: one full context with four checkpoints, and a short one."""
-    full = held_bytes(config, context_tokens) + 4 * checkpoint_bytes(config)
+    """What sessions take at least: one full context with another checkpoint, and a short one."""
+    full = answer_bytes(config, context_tokens) + checkpoint_bytes(config)
     return full + short_session_bytes(config, context_tokens)
 
 
@@ -155,9 +162,9 @@ def activation_bytes(
 ) -> int:
     """A bound on what a prefill holds at once beside weights and state, all of it counted as f32.
 
-    The streams stay while a layer runs; of attention, experts, Engram and the head, the largest
-    counts. The factors are the buffers that each part was seen to hold on a CPU, and a fifth to a
-    half more.
+    The streams stay while a layer runs, and what the upper layers have not seen of other prompts
+    half read; of attention, experts, Engram and the head, the largest counts. The factors are the
+    buffers that each part was seen to hold on a CPU, and a fifth to a half more.
     """
     D, hc, H = config.hidden_size, config.hc_mult, config.num_attention_heads
     chunk = min(chunk_tokens, context_tokens)
@@ -166,7 +173,7 @@ def activation_bytes(
     T = max(chunk, tail)
     S = max(_source_rows(config, context_tokens), default=0)
 
-    streams = 8 * hc * D * T + 2 * (hc + 1) * D * (tail + chunk)
+    streams = 8 * hc * D * T + (hc + 1) * D * (2 * (tail + chunk) + (ANSWERS - 1) * tail)
     scan = min(2 * (config.index_n_heads + 8) * S * T, _IN_FLIGHT * max(SCAN_VALUES, 2 * S))
     selected = min(config.index_topk, S)
     scores = 2 * H * (selected + config.sliding_window + TILE_QUERIES)
@@ -230,7 +237,7 @@ def require_memory(
     if needed.total_bytes > machine.usable_bytes:
         raise DeviceError(
             f"{describe(needed, context_tokens)}, but {describe_machine(machine)}: "
-            f"{_remedy(config, needed, context_tokens, machine, chunk_tokens)}"
+            f"{remedy(config, needed, context_tokens, machine, chunk_tokens)}"
         )
     return needed
 
@@ -274,13 +281,14 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"
 
 
-def _remedy(
+def remedy(
     config: ModelConfig,
     needed: Needs,
     context_tokens: int,
     machine: MachineMemory,
-    chunk_tokens: int,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> str:
+    """What to do about a model that does not fit."""
     room_bytes = machine.usable_bytes - needed.weights_bytes - needed.kept_bytes
     fitting = _fitting_context(config, context_tokens, chunk_tokens, room_bytes)
     remedies: list[str] = []

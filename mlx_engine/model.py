@@ -6,12 +6,12 @@ hc streams, D hidden_size, V vocab_size. Section numbers refer to docs/model.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
+from mlx_engine.chunk import Chunk
 from mlx_engine.config import ModelConfig
 from mlx_engine.engram import EngramRows
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
@@ -31,12 +31,11 @@ from mlx_engine.ops.linear import (
 from mlx_engine.ops.mhc import (
     MhcSublayer,
     Mixing,
-    mhc_between,
     mhc_collapse_norm,
     mhc_enter,
     mhc_expand,
 )
-from mlx_engine.ops.rope import Rotation, rotation
+from mlx_engine.ops.project import mhc_project
 from mlx_engine.ops.router import Router, mhc_route
 from mlx_engine.state import SessionState
 from mlx_engine.weights import AttentionWeights, FfnWeights, IndexerWeights, MhcWeights, Weights
@@ -46,7 +45,8 @@ from mlx_engine.weights import AttentionWeights, FfnWeights, IndexerWeights, Mhc
 class Boundary:
     """What enters a layer, for the last T tokens: its streams as the attention reads them.
 
-    streams: [T, hc, D]; x: [T, D], the attention's normed input; mixing: its coefficients. That of
+    streams: [T, hc, D]; x: [T, D], the attention's normed input; mixing: its coefficients;
+    products: of x with wq_a and wkv, where they are made already. That of
     the last kv source crosses from the encoder layers to the decoder layers, when the source's
     compressed rows and index keys are published already.
     """
@@ -54,6 +54,7 @@ class Boundary:
     streams: mx.array
     x: mx.array
     mixing: Mixing
+    products: tuple[mx.array, mx.array] | None = None
 
     def last(self, tokens: int) -> "Boundary":
         """The part of the last `tokens` tokens."""
@@ -76,7 +77,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class _Output:
+class Output:
     """A layer's output h [T, D], and the streams and coefficients to write it back with."""
 
     h: mx.array
@@ -86,25 +87,6 @@ class _Output:
     def written(self) -> mx.array:
         """The streams with the output in them: [T, hc, D]."""
         return mhc_expand(self.h, self.streams, self.mixing.post, self.mixing.comb)
-
-
-@dataclass
-class _Chunk:
-    """What the layers of one pass share: its end, the rotations, the rows chosen so far."""
-
-    end: int
-    plain: Rotation
-    compressed: Rotation
-    selections: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
-    candidates: mx.array | None = None
-
-    def at(self, plan: LayerPlan, tokens: int) -> Rotation:
-        """The rotation of a layer's last `tokens` positions."""
-        return (self.compressed if plan.ratio else self.plain).last(tokens)
-
-    def visible(self, plan: LayerPlan, queries: int) -> NDArray[np.int32]:
-        """How many compressed rows each of the last queries sees: those closed at its position."""
-        return (np.arange(self.end - queries, self.end, dtype=np.int32) + 1) // plan.ratio
 
 
 class Model:
@@ -131,16 +113,14 @@ class Model:
         After this nothing above needs the past but through those rows and its own windows.
         """
         T, hc = len(token_ids), self.config.hc_mult
-        chunk = self._chunk(state.position + T, T)
+        chunk = Chunk.of(self.config, state.position + T, T)
         ids = mx.array(np.asarray(token_ids, dtype=np.int32).repeat(hc).reshape(T, hc))
-        streams = self.weights.embed[ids].astype(self.dtype)
-        first_only = mx.array(np.eye(1, hc, dtype=np.float32).repeat(T, axis=0))
-        entered = self._enter(0, streams, first_only, engram_rows)
+        entered = self.enter(0, *self.embedded(ids), chunk, engram_rows)
         for layer in range(self.config.last_kv_source):
-            self._publish(layer, entered.x, state)
-            output = self._block(layer, entered, T, chunk, state)
-            entered = self._between(output, layer + 1, engram_rows)
-        self._publish(self.config.last_kv_source, entered.x, state)
+            self.publish(layer, entered.x, chunk, state)
+            output = self.block(layer, entered, T, chunk, state)
+            entered = self.between(output, layer + 1, chunk, engram_rows)
+        self.publish(self.config.last_kv_source, entered.x, chunk, state)
         state.position += T
         return entered
 
@@ -154,17 +134,17 @@ class Model:
         Returns the streams [Q, hc, D] and their last pre [Q, hc].
         """
         T, config = boundary.x.shape[0], self.config
-        chunk = self._chunk(state.position, T)
+        chunk = Chunk.of(config, state.position, T)
         top = config.num_hidden_layers - 1
         for layer in range(config.last_kv_source, top + 1):
             queries = T
             if is_narrow:
                 boundary = boundary.last(config.reach_tokens(layer))
                 queries = min(boundary.x.shape[0], config.reach_tokens(layer + 1))
-            output = self._block(layer, boundary, queries, chunk, state)
+            output = self.block(layer, boundary, queries, chunk, state)
             if layer == top:
                 return output.written(), output.mixing.pre
-            boundary = self._between(output, layer + 1, None)
+            boundary = self.between(output, layer + 1, chunk, None)
         raise AssertionError("the last kv source is one of the layers")
 
     def head(self, streams: mx.array, pre: mx.array) -> mx.array:
@@ -172,40 +152,46 @@ class Model:
         x = mhc_collapse_norm(streams, pre, self.weights.norm, self.config.rms_norm_eps)
         return head_logits(x, self.weights.head)
 
-    def _chunk(self, end: int, tokens: int) -> _Chunk:
-        positions = np.arange(end - tokens, end)
-        return _Chunk(
-            end=end,
-            plain=rotation(self.config, positions, is_compressed=False),
-            compressed=rotation(self.config, positions, is_compressed=True),
-        )
+    def embedded(self, ids: mx.array) -> tuple[mx.array, mx.array]:
+        """What ids [T, hc], each token's once a stream, enter with: streams and the first pre."""
+        T, hc = ids.shape
+        first_only = mx.array(np.eye(1, hc, dtype=np.float32).repeat(T, axis=0))
+        return self.weights.embed[ids].astype(self.dtype), first_only
 
-    def _enter(
-        self, layer: int, streams: mx.array, pre: mx.array, engram_rows: EngramRows | None
+    def enter(
+        self,
+        layer: int,
+        streams: mx.array,
+        pre: mx.array,
+        chunk: Chunk,
+        engram_rows: EngramRows | None,
     ) -> Boundary:
         """Engram, and what the attention of a layer reads with the pre of the layer below."""
         w = self.weights.layers[layer]
         if w.engram is not None:
             assert engram_rows is not None
             # The layers below compute while the rows arrive.
-            mx.async_eval(streams, pre)
+            chunk.start(streams, pre)
             codes, scales = engram_rows.result(layer)
             streams = engram_gate(
                 streams, mx.array(codes), mx.array(scales), w.engram, self.config.rms_norm_eps
             )
         return Boundary(streams, *mhc_enter(streams, pre, self._sublayer(w.hc_attn, w.attn_norm)))
 
-    def _between(self, below: _Output, layer: int, engram_rows: EngramRows | None) -> Boundary:
+    def between(
+        self, below: Output, layer: int, chunk: Chunk, engram_rows: EngramRows | None
+    ) -> Boundary:
         """Write the output of the layer below back, and enter the next one."""
         w, pre = self.weights.layers[layer], below.mixing.pre
         if w.engram is not None:
-            return self._enter(layer, below.written(), pre, engram_rows)
+            return self.enter(layer, below.written(), pre, chunk, engram_rows)
         to = self._sublayer(w.hc_attn, w.attn_norm)
-        return Boundary(*mhc_between(below.h, below.streams, below.mixing, pre, to))
+        weights = w.attn.wq_a, w.attn.wkv
+        return Boundary(*mhc_project(below.h, below.streams, below.mixing, pre, to, *weights))
 
-    def _block(
-        self, layer: int, entered: Boundary, queries: int, chunk: _Chunk, state: SessionState
-    ) -> _Output:
+    def block(
+        self, layer: int, entered: Boundary, queries: int, chunk: Chunk, state: SessionState
+    ) -> Output:
         """One layer (sections 3.2, 3.7) on what has entered it; the last Q tokens go on.
 
         The hand-off is one sublayer late: the attention's pre collapses the FFN's input, and the
@@ -213,13 +199,13 @@ class Model:
         """
         w = self.weights.layers[layer]
         streams, mixing = entered.streams[-queries:], entered.mixing.last(queries)
-        h = self._attention(self.plans[layer], w.attn, entered.x, queries, chunk, state)
+        h = self._attention(self.plans[layer], w.attn, entered, queries, chunk, state)
         to = self._sublayer(w.hc_ffn, w.ffn_norm)
         streams, x, of_ffn, routing = mhc_route(
             h, streams, mixing, mixing.pre, to, self._router(w.ffn)
         )
         h = moe(x, routing, w.ffn, limit=self.config.swiglu_limit)
-        return _Output(h, streams, of_ffn)
+        return Output(h, streams, of_ffn)
 
     def _sublayer(self, w: MhcWeights, norm_weight: mx.array) -> MhcSublayer:
         config = self.config
@@ -242,15 +228,17 @@ class Model:
         self,
         plan: LayerPlan,
         w: AttentionWeights,
-        x: mx.array,
+        entered: Boundary,
         queries: int,
-        chunk: _Chunk,
+        chunk: Chunk,
         state: SessionState,
     ) -> mx.array:
         """Section 3.4: window rows from all of x [T, D], output for the last Q: [Q, D]."""
-        config, formats, T = self.config, state.formats, x.shape[0]
+        config, formats, x, T = self.config, state.formats, entered.x, entered.x.shape[0]
         at = chunk.at(plan, queries)
-        if queries == T:
+        if entered.products is not None:
+            latent, kv = entered.products
+        elif queries == T:
             latent, kv = fp8_linear_pair(x, w.wq_a, w.wkv)
         else:
             latent, kv = fp8_linear(x[-queries:], w.wq_a), fp8_linear(x, w.wkv)
@@ -287,7 +275,7 @@ class Model:
         return grouped_output(o, w.wo_a, w.wo_b)
 
     def _selected(
-        self, plan: LayerPlan, queries: int, chunk: _Chunk, state: SessionState
+        self, plan: LayerPlan, queries: int, chunk: Chunk, state: SessionState
     ) -> SelectedRows | None:
         """The compressed rows that a layer's queries attend to, all visible ones if none chose."""
         if plan.kv_source is None or not state.compressed[plan.kv_source].length:
@@ -296,11 +284,11 @@ class Model:
         ids = chunk.selections.get(plan.topk_source)
         return SelectedRows(
             rows=state.compressed[plan.kv_source].view(),
-            visible=mx.array(chunk.visible(plan, queries)),
+            visible=chunk.visible(plan, queries),
             ids=None if ids is None else ids[-queries:],
         )
 
-    def _publish(self, layer: int, x: mx.array, state: SessionState) -> None:
+    def publish(self, layer: int, x: mx.array, chunk: Chunk, state: SessionState) -> None:
         """Section 3.5: append the compressed rows and index keys of the groups that x closes."""
         plan, w = self.plans[layer], self.weights.layers[layer].attn
         if plan.kind is not LayerKind.FULL:
@@ -325,9 +313,7 @@ class Model:
             if groups == 0:
                 return
             kv, gate = kv[:full], gate[:full]
-        # A group stands at the position of its first token.
-        positions = np.arange(first, first + groups) * ratio
-        at = rotation(self.config, positions, is_compressed=True)
+        at = chunk.at_groups(first, groups, ratio)
         latent, rows = pooled_rows(
             *(kv, gate, w.compressor.norm, at),
             pending=earlier,
@@ -343,7 +329,7 @@ class Model:
         )
         state.index_keys[layer].append(codes, scales)
 
-    def _is_scoring(self, plan: LayerPlan, chunk: _Chunk, state: SessionState) -> bool:
+    def _is_scoring(self, plan: LayerPlan, chunk: Chunk, state: SessionState) -> bool:
         """Whether a layer must choose among the rows: few are all attended to."""
         if plan.kind not in (LayerKind.FULL, LayerKind.REINDEX):
             return False
@@ -365,7 +351,7 @@ class Model:
         w: IndexerWeights,
         q: mx.array,
         x: mx.array,
-        chunk: _Chunk,
+        chunk: Chunk,
         state: SessionState,
     ) -> None:
         """Section 3.6: choose the rows for the queries of this layer and its reusers.
@@ -384,7 +370,7 @@ class Model:
             fmt=fmt,
         )
         rows, blocks = choose_rows(
-            IndexQueries(rounded, head_weights, mx.array(chunk.visible(plan, Q))),
+            IndexQueries(rounded, head_weights, chunk.visible(plan, Q)),
             IndexKeys(keys.codes.view(), keys.scales.view(), fmt),
             k=config.index_topk,
             block_size=config.candidate_block_size,

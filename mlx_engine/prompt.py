@@ -9,7 +9,7 @@ and output are not here, and turns knows which turn is which.
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal, get_args
@@ -19,8 +19,8 @@ import deepseek_recipe as recipe
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_engine.errors import BadRequest
-from mlx_engine.tokenizer import SPELLINGS, Tokenizer, check_unicode
+from mlx_engine.errors import BadRequest, Cancelled, ContextTooLong
+from mlx_engine.tokenizer import SPELLINGS, Tokenizer, check_unicode, parts
 from mlx_engine.turns import Shown, Turn, TurnRecord
 
 Effort = Literal["off", "low", "high", "max"]
@@ -65,7 +65,8 @@ class Prompt:
     and tools, then the earlier turns, answers included. A prompt that drops or changes what
     follows still begins with these tokens. turn_prefix: the digest of the tokens up to the role
     token of the answer, which the answer is recorded with; empty where no turn begins. opening: the
-    last tokens, where they are of the answer's turn.
+    last tokens, where they are of the answer's turn. turns: where each turn begins, and whose it
+    is.
     """
 
     token_ids: tuple[int, ...]
@@ -73,6 +74,18 @@ class Prompt:
     anchors: tuple[int, ...] = ()
     turn_prefix: bytes = b""
     opening: tuple[int, ...] = ()
+    turns: tuple[tuple[int, str], ...] = ()
+
+
+class TooManyTokens(ContextTooLong):
+    """A prompt passes what it may have; `least_tokens` is as far as it was counted."""
+
+    def __init__(self, least_tokens: int, most_tokens: int) -> None:
+        super().__init__(
+            f"at least {least_tokens} tokens of prompt pass the context of {most_tokens} tokens: "
+            "shorten it, or load with a longer context"
+        )
+        self.least_tokens = least_tokens
 
 
 _SPECIAL_TOKENS = recipe.SpecialTokens(image=SPELLINGS["image"])
@@ -82,11 +95,11 @@ _ASSISTANT = Piece(SPELLINGS["assistant"], True)
 _THINK_START = Piece(SPELLINGS["think_start"], True)
 _THINK_END = Piece(SPELLINGS["think_end"], True)
 _EOS = Piece(SPELLINGS["eos"], True)
-_ROLE_TOKENS = {
-    _ASSISTANT,
-    Piece(SPELLINGS["system"], True),
-    Piece(SPELLINGS["user"], True),
-    Piece(_SPECIAL_TOKENS.token(recipe.SpecialToken.LatestReminder), True),
+_ROLES = {
+    _ASSISTANT: "assistant",
+    Piece(SPELLINGS["system"], True): "system",
+    Piece(SPELLINGS["user"], True): "user",
+    Piece(_SPECIAL_TOKENS.token(recipe.SpecialToken.LatestReminder), True): "latest reminder",
 }
 
 _MEMO_BYTES = 64 * 2**20
@@ -138,19 +151,22 @@ def encode(
     tokenizer: Tokenizer,
     turns: TurnRecord | None = None,
     signatures: Sequence[str] = (),
+    bounds: "Bounds | None" = None,
 ) -> Prompt:
     """Encode a conversation; special tokens are only those that the format itself writes.
 
     An earlier turn of the assistant that `turns` knows gets the tokens that were sampled, between
     its header and its end mark; where one of the two has no reasoning, only those that follow it.
-    signatures: what came back with each message of the assistant, "" for none. A piece of text that
-    was encoded lately is not encoded again.
+    signatures: what came back with each message of the assistant, "" for none. A part of a text
+    that was encoded lately is not encoded again. Raises TooManyTokens and Cancelled by `bounds`.
     """
     pieces = render(conversation)
+    bounds = bounds or Bounds()
+    bounds.check_text([piece.text for piece in pieces if not piece.is_special], tokenizer)
     answers = [message for message in conversation.messages if message.role == "assistant"]
     signed = zip(answers, signatures or [""] * len(answers), strict=True)
     finished = [(message, signature) for message, signature in signed if not message.prefix]
-    tokens = _Tokens(tokenizer)
+    tokens = _Tokens(tokenizer, bounds)
     done = 0
     for (message, signature), (first, end) in zip(finished, _bodies(pieces), strict=True):
         tokens.add(pieces[done:first])
@@ -175,6 +191,7 @@ def encode(
         starts_in_reasoning=header == _THINK_START,
         anchors=tuple(tokens.anchors),
         turn_prefix=tokens.turn_prefix if begins_turn else b"",
+        turns=tuple(tokens.turns),
     )
 
 
@@ -204,30 +221,62 @@ def _sampled(turn: Turn, has_reasoning: bool, think_end: int) -> NDArray[np.uint
     return turn.token_ids[ends[0] + 1 :] if ends.size else None
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What ends an encoding before its time: more than `most_tokens`, or that it is `cancelled`.
+
+    A text of many megabytes takes tens of seconds.
+    """
+
+    most_tokens: int | None = None
+    cancelled: Callable[[], bool] = lambda: False
+
+    def check(self, n_tokens: int) -> None:
+        """Raise TooManyTokens or Cancelled where that is so."""
+        if self.most_tokens is not None and n_tokens > self.most_tokens:
+            raise TooManyTokens(n_tokens, self.most_tokens)
+        if self.cancelled():
+            raise Cancelled("the answer was cancelled before its prompt was encoded")
+
+    def check_text(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
+        """As `check`, by what texts have at least: no token stands for more than some bytes."""
+        if self.most_tokens is None:
+            return
+        n_bytes = sum(len(text.encode()) for text in texts)
+        if n_bytes > self.most_tokens:
+            self.check(-(-n_bytes // tokenizer.longest_token_bytes))
+
+
 class _Tokens:
     """The token ids of a prompt as it grows, with its anchors and its digest."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:
         self.ids: list[int] = []
         self.anchors: list[int] = []
+        self.turns: list[tuple[int, str]] = []
         self.turn_prefix = b""  # of the last role token of the assistant
         self._digest = hashlib.sha256()
         self._tokenizer = tokenizer
+        self._bounds = bounds
         self._memo = _MEMOS.setdefault(tokenizer, _Memo())
 
     def add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if not piece.is_special:
-                self.extend(self._memo.encode(piece.text, self._tokenizer))
+                for part in parts(piece.text):
+                    self.extend(self._memo.encode(part, self._tokenizer))
                 continue
-            if piece in _ROLE_TOKENS and len(self.ids) > 1:  # BOS alone is no prefix to keep
-                self.anchors.append(len(self.ids))
+            if piece in _ROLES:
+                self.turns.append((len(self.ids), _ROLES[piece]))
+                if len(self.ids) > 1:  # BOS alone is no prefix to keep
+                    self.anchors.append(len(self.ids))
             self.extend(np.array([self._tokenizer.special_id(piece.text)], np.uint32))
             if piece == _ASSISTANT:
                 self.turn_prefix = self._digest.digest()
 
     def extend(self, token_ids: NDArray[np.uint32]) -> None:
         self.ids += token_ids.tolist()
+        self._bounds.check(len(self.ids))
         self._digest.update(token_ids.tobytes())
 
 
@@ -263,9 +312,17 @@ def _entry_bytes(text: str, token_ids: NDArray[np.uint32]) -> int:
 _MEMOS: WeakKeyDictionary[Tokenizer, _Memo] = WeakKeyDictionary()
 
 
-def encode_raw(text: str, tokenizer: Tokenizer) -> Prompt:
-    """Encode text to be continued, without chat format: BOS and the plain text."""
-    return Prompt((tokenizer.special.bos, *tokenizer.encode_text(text)), False)
+def encode_raw(text: str, tokenizer: Tokenizer, bounds: Bounds | None = None) -> Prompt:
+    """Encode text to be continued, without chat format: BOS and the plain text.
+
+    Raises as `encode` does.
+    """
+    bounds = bounds or Bounds()
+    bounds.check_text([text], tokenizer)
+    tokens = _Tokens(tokenizer, bounds)
+    tokens.ids.append(tokenizer.special.bos)
+    tokens.add([Piece(text, False)])
+    return Prompt(tuple(tokens.ids), False)
 
 
 def default_max_tokens(effort: Effort, prompt_tokens: int, context_tokens: int) -> int:

@@ -17,6 +17,8 @@ from mlx_engine.tokenizer import SPELLINGS, Tokenizer, check_unicode
 from mlx_engine.tool_calls import ANY_TOOL
 from mlx_engine.turns import TurnRecord
 
+MAX_LOGPROBS = 20
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,7 +35,8 @@ class Request:
     out with this answer's reasoning, so that its turn is found again. parses_tools: calls of the
     conversation's tools are told from the text; where its tool_choice is "none" calls are left
     out. starts_in_call: the answer is a call, of this tool or of ANY_TOOL; without thinking only.
-    parallel_calls: the answer may hold more than one.
+    parallel_calls: the answer may hold more than one. logprobs: each delta says how likely its
+    tokens were, and this many of the most likely ones, up to MAX_LOGPROBS; None for neither.
 
     Raises BadRequest for what cannot be answered.
     """
@@ -51,6 +54,7 @@ class Request:
     parses_tools: bool = True
     starts_in_call: str | None = None
     parallel_calls: bool = True
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.conversation is None):
@@ -65,6 +69,8 @@ class Request:
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadRequest(f"max_tokens is {self.max_tokens}, it must be at least 1")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise BadRequest(f"logprobs is {self.logprobs}, it must be from 0 to {MAX_LOGPROBS}")
         if isinstance(self.stop, str):
             raise BadRequest("stop is one string, it must be a list of strings")
         if not all(self.stop):
@@ -94,14 +100,22 @@ class Request:
         """Whether a call is left out of the answer: none was wanted."""
         return self.conversation is not None and self.conversation.tool_choice == "none"
 
-    def encode(self, tokenizer: Tokenizer, turns: TurnRecord | None = None) -> chat.Prompt:
-        """The prompt as token ids; earlier answers that `turns` knows with their own."""
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        turns: TurnRecord | None = None,
+        bounds: chat.Bounds | None = None,
+    ) -> chat.Prompt:
+        """The prompt as token ids; earlier answers that `turns` knows with their own.
+
+        Raises TooManyTokens and Cancelled by `bounds`.
+        """
         if self.raw and isinstance(self.prompt, str):
-            return chat.encode_raw(self.prompt, tokenizer)
+            return chat.encode_raw(self.prompt, tokenizer, bounds)
         if self.conversation is None:
             signatures = [m.signature for m in self._messages() if m.role == "assistant"]
-            return chat.encode(self._of_messages(), tokenizer, turns, signatures)
-        prompt = chat.encode(self.conversation, tokenizer, turns, self.signatures)
+            return chat.encode(self._of_messages(), tokenizer, turns, signatures, bounds)
+        prompt = chat.encode(self.conversation, tokenizer, turns, self.signatures, bounds)
         opening = _opening(self.starts_in_call, tokenizer)
         return replace(prompt, token_ids=prompt.token_ids + opening, opening=opening)
 

@@ -4,22 +4,44 @@ Owns the course of one answer, and which answers are kept for later prompts. Kno
 as something that continues token ids; how token ids become text is answer's part.
 """
 
+import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Literal, Protocol, Self
 
 from mlx_engine import prompt as chat
-from mlx_engine.answer import AnswerReader, ReasoningDelta, TextDelta
+from mlx_engine.answer import AnswerReader, ReasoningDelta, TextDelta, TokenLogprob
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import Cancelled
+from mlx_engine.progress import Prefilled, Waiting
 from mlx_engine.request import Request
+from mlx_engine.sampling import ScoredToken
 from mlx_engine.tokenizer import Tokenizer
 from mlx_engine.tool_calls import CallEvent, ToolCall
 from mlx_engine.turns import Shown, TurnRecord
 
-__all__ = ["End", "Event", "Prefilled", "Progress", "Request", "Timings", "TokenEngine", "respond"]
+__all__ = [
+    "End",
+    "Event",
+    "Prefilled",
+    "Progress",
+    "Request",
+    "Steps",
+    "Timings",
+    "TokenEngine",
+    "respond",
+]
+
+log = logging.getLogger(__name__)
+
+# Prompts that have less in common are not of one conversation.
+_TOLD_TOKENS = 256
+
+# Of an answer: ahead of the tokens how far the prompt has come; at the end why they end.
+Steps = Generator[int | ScoredToken | Prefilled | Waiting, None, Literal["stop", "length"]]
 
 FinishReason = Literal["stop", "tool_calls", "length", "cancelled"]
 
@@ -52,35 +74,38 @@ class TokenEngine(Protocol):
         top_p: float,
         min_p: float,
         seed: int | None,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> "Generator[int | Prefilled, None, Literal['stop', 'length']]":
+        top_k: int,
+        logprobs: int | None,
+    ) -> Steps:
         """Yield the tokens after `token_ids`, without the EOS; return why they end.
 
-        anchors: lengths of the prompt's beginnings that later prompts may share, ascending.
-        `on_progress` is told the prompt's tokens done and in all: first those known from an
-        earlier call, then after each chunk; what it raises stops the work. An engine that can come
-        back between chunks yields the same numbers as Prefilled instead, ahead of the tokens.
-        Raises ContextTooLong when prompt and answer pass the context.
+        anchors: lengths of the prompt's beginnings that later prompts may share, ascending. Ahead
+        of the tokens Prefilled is yielded, first with the tokens that are known from an earlier
+        call, then after each chunk, and Waiting where it is for another call to go on. With
+        `logprobs` tokens are scored, with so many of the most likely. Raises ContextTooLong when
+        prompt and answer pass the context.
         """
         ...
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """What an engine yields after each chunk of a prompt: its tokens done and in all."""
-
-    done_tokens: int
-    total_tokens: int
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage of the work has come."""
+    """How far a stage of the work has come.
 
-    stage: Literal["prefill"]
+    stage: "waiting" while another answer reads what both prompts begin with, or holds the memory;
+    "decode" after each token, with those of the answer and the most that it may have.
+    is_due: whether there may be more by now; asking before costs time for nothing.
+    """
+
+    stage: Literal["prefill", "waiting", "decode"]
     done_tokens: int
     total_tokens: int
     elapsed_s: float
+    is_due: Callable[[], bool] = field(default=_always, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -137,18 +162,22 @@ def respond(
     engine: TokenEngine,
     request: Request,
     *,
-    on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Generator[Event]:
     """Answer a request: yield its events as they come, the last one an End.
 
-    Progress is yielded before and after the prefill, and between its chunks where the engine comes
-    back there; where it does not, `on_progress` is told of every chunk. `cancelled` is asked after
-    each chunk and token, and ends the answer with what was said. The answer's tokens are kept in
-    the engine's record of turns. Closing the iterator closes the engine's. Raises what the engine's
-    `generate` does.
+    Progress is yielded before and after the prefill, between its chunks, after each token, and
+    while another answer must go on first. `cancelled` is asked while the prompt is encoded and
+    after each chunk and token, and ends the answer with what was said. The answer's tokens are kept
+    in the engine's record of turns. Closing the iterator closes the engine's. Raises what the
+    engine's `generate` does.
     """
-    prompt = request.encode(engine.tokenizer, engine.turns)
+    bounds = chat.Bounds(engine.context_tokens, cancelled)
+    try:
+        prompt = request.encode(engine.tokenizer, engine.turns, bounds)
+    except Cancelled:
+        yield End("", "", 0, 0, 0, Timings(0, 0, 0, 0), EngramStats(), "cancelled")
+        return
     prompt_tokens = len(prompt.token_ids)
     cached_tokens: int | None = None
     prefilled_tokens = 0
@@ -157,20 +186,16 @@ def respond(
     engram_before = engine.engram_stats()
     started_s = time.perf_counter()
 
-    def progress(done: Prefilled) -> Progress:
+    def progress(step: Prefilled | Waiting) -> Progress:
         nonlocal cached_tokens, prefilled_tokens
-        if cached_tokens is None:
-            cached_tokens = done.done_tokens
-        prefilled_tokens = done.done_tokens - cached_tokens
         elapsed_s = time.perf_counter() - started_s
-        return Progress("prefill", done.done_tokens, done.total_tokens, elapsed_s)
-
-    def report(done_tokens: int, total_tokens: int) -> None:
-        told = progress(Prefilled(done_tokens, total_tokens))
-        if cancelled():
-            raise Cancelled("the answer was cancelled during the prefill")
-        if on_progress is not None:
-            on_progress(told)
+        if isinstance(step, Waiting):
+            return Progress("waiting", 0, prompt_tokens, elapsed_s, step.is_over)
+        if cached_tokens is None:
+            cached_tokens = step.done_tokens
+            _tell_parting(prompt, step)
+        prefilled_tokens = step.done_tokens - cached_tokens
+        return Progress("prefill", step.done_tokens, step.total_tokens, elapsed_s)
 
     reader = AnswerReader(
         engine.tokenizer,
@@ -183,35 +208,39 @@ def respond(
         starts_in_call=request.starts_in_call,
         parallel_calls=request.parallel_calls,
     )
+    max_tokens = request.answer_tokens(prompt_tokens, engine.context_tokens)
     tokens = engine.generate(
         prompt.token_ids,
         anchors=prompt.anchors,
-        max_tokens=request.answer_tokens(prompt_tokens, engine.context_tokens),
+        max_tokens=max_tokens,
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
         min_p=request.sampling.min_p,
         seed=request.sampling.seed,
-        on_progress=report,
+        top_k=request.sampling.top_k,
+        logprobs=request.logprobs,
     )
     finish_reason: FinishReason = "cancelled"
     with closing(tokens):
         yield Progress("prefill", 0, prompt_tokens, 0.0)
         while not cancelled():
             try:
-                token_id = next(tokens)
+                step = next(tokens)
             except StopIteration as end:
                 finish_reason = end.value
                 break
-            except Cancelled:
-                break
-            if isinstance(token_id, Prefilled):
-                yield progress(token_id)
+            if isinstance(step, Prefilled | Waiting):
+                yield progress(step)
                 continue
+            token_id, logprob = _scored(step, engine.tokenizer)
             sampled.append(token_id)
             if prefill_s is None:
                 prefill_s = time.perf_counter() - started_s
                 yield Progress("prefill", prompt_tokens, prompt_tokens, prefill_s)
-            yield from reader.push(token_id)
+            yield from reader.push(token_id, logprob)
+            # Text may be held back for long, and whoever goes on with answers has others too.
+            elapsed_s = time.perf_counter() - started_s
+            yield Progress("decode", len(sampled), max_tokens, elapsed_s)
             if reader.is_finished:
                 finish_reason = "stop"
                 break
@@ -240,6 +269,29 @@ def respond(
         stop_string=reader.stop_string,
         reasoning_tokens=reader.reasoning_tokens,
     )
+
+
+def _tell_parting(prompt: chat.Prompt, first: Prefilled) -> None:
+    """Log where a prompt goes another way than an earlier one: why its rest is read anew."""
+    at = first.parted_at or 0
+    if at < _TOLD_TOKENS:
+        return
+    number = bisect_right(prompt.turns, at, key=lambda turn: turn[0])
+    log.info(
+        "a prompt of %d tokens parts from an earlier one at token %d, turn %d (%s): %d are known",
+        first.total_tokens,
+        at,
+        number,
+        prompt.turns[number - 1][1] if number else "text",
+        first.done_tokens,
+    )
+
+
+def _scored(step: int | ScoredToken, tokenizer: Tokenizer) -> tuple[int, TokenLogprob | None]:
+    if isinstance(step, int):
+        return step, None
+    top = tuple((tokenizer.spelling(token_id), logprob) for token_id, logprob in step.top)
+    return step.token_id, TokenLogprob(tokenizer.spelling(step.token_id), step.logprob, top)
 
 
 def _is_turn(

@@ -1,4 +1,4 @@
-"""How tokens are drawn: temperature, min-p, top-p and a seed.
+"""How tokens are drawn: temperature, top-k, min-p, top-p and a seed; and how likely they were.
 
 Owns the parameters with their checks and the seed's sequence; the drawing itself is ops.sampling's,
 when to stop is decided elsewhere.
@@ -10,9 +10,10 @@ import secrets
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.ops.sampling import draw, greedy
+from mlx_engine.ops.sampling import draw, greedy, keep_top
 
 _SEEDS = 2**63
 
@@ -26,13 +27,15 @@ class Sampling:
 
     temperature: 0 takes the most likely token. min_p: a token needs this share of the greatest
     probability. top_p: the most likely tokens that reach this sum are kept. seed: the same seed
-    gives the same tokens, None a fresh one. Raises BadRequest for impossible values.
+    gives the same tokens, None a fresh one. top_k: how many of the most likely tokens are kept
+    ahead of the other rules, 0 for all. Raises BadRequest for impossible values.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         # Written so that NaN, which compares false with everything, is refused too.
@@ -44,6 +47,33 @@ class Sampling:
             raise BadRequest(f"min_p is {self.min_p}, it must be from 0 to 1")
         if self.seed is not None and not 0 <= self.seed < _SEEDS:
             raise BadRequest(f"seed is {self.seed}, it must be from 0 to 2**63 - 1")
+        if self.top_k < 0:
+            raise BadRequest(f"top_k is {self.top_k}, it must be from 0 (all tokens) up")
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token and its log probability, and the most likely ones with theirs, the greatest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def score(logits: mx.array, token_id: int, n_top: int) -> ScoredToken:
+    """How likely a token was, and the `n_top` most likely: from logits f32 [V], on the host.
+
+    Of the model's own probabilities, whatever temperature and rules it was drawn by. Equal logits
+    rank by id, the lowest first.
+    """
+    values = np.array(logits, np.float64)
+    greatest = values.max()
+    log_probs = values - (greatest + math.log(np.exp(values - greatest).sum()))
+    # All that are as great as the last of them, so that equals can be told apart by their ids.
+    least = np.partition(values, -n_top)[-n_top] if 0 < n_top < values.size else -math.inf
+    ids = np.flatnonzero(values >= least) if n_top else np.empty(0, np.int64)
+    top = ids[np.argsort(-values[ids], kind="stable")][:n_top].tolist()
+    return ScoredToken(token_id, float(log_probs[token_id]), tuple((i, log_probs[i]) for i in top))
 
 
 class Sampler:
@@ -64,7 +94,7 @@ class Sampler:
         if sampling.temperature == 0:
             return greedy(logits)
         return draw(
-            logits,
+            keep_top(logits, sampling.top_k),
             mx.random.key(self._keys.getrandbits(64)),
             temperature=max(sampling.temperature, _LEAST_TEMPERATURE),
             top_p=sampling.top_p,

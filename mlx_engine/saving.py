@@ -1,9 +1,10 @@
-"""Saving: one session's checkpoints on their way to a disk cache, a piece at a time.
+"""Saving: one session's checkpoints on their way to a disk cache, and a state on its way back.
 
-A piece is one range of rows or one tail, small enough to be handed over between two decode steps.
-What is stored, and when it reaches the disk, is the cache's part.
+What goes there goes a piece at a time: one range of rows or one tail, small enough to be handed
+over between two decode steps. What is stored, and when it reaches the disk, is the cache's part.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +14,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_engine.config import ModelConfig
+from mlx_engine.errors import CacheCorrupt
+from mlx_engine.formats import CacheFormats
 from mlx_engine.session import Session
 from mlx_engine.state import Checkpoint, SessionState
-from mlx_engine.state_transfer import export_rows, export_tail
+from mlx_engine.state_transfer import Import, export_rows, export_tail, parts, tail_bytes
 from mlx_engine.token_ids import TokenIds
+
+log = logging.getLogger(__name__)
 
 # An anchor closer to the one before takes more to write than it saves.
 LEAST_TOKENS = 128
@@ -34,13 +40,10 @@ class Save(Protocol):
 
 
 class Restored(Protocol):
-    """A stored state: one buffer of rows a part, and the tail."""
+    """What a cache has put in place: the rows before a position; and the tail there."""
 
     @property
     def position(self) -> int: ...
-
-    @property
-    def rows(self) -> Sequence[NDArray[np.uint8]]: ...
 
     @property
     def tail(self) -> bytes: ...
@@ -51,13 +54,48 @@ class Cache(Protocol):
 
     def lookup(self, token_ids: TokenIds) -> int: ...
 
-    def restore(self, token_ids: TokenIds, position: int) -> Restored | None: ...
+    def restore(
+        self, token_ids: TokenIds, position: int, into: Sequence[NDArray[np.uint8]]
+    ) -> Restored | None: ...
 
     def reject(self, token_ids: TokenIds, position: int) -> None: ...
 
     def begin(self, token_ids: TokenIds, position: int) -> Save | None: ...
 
     def protect(self, token_ids: TokenIds) -> AbstractContextManager[object]: ...
+
+
+def least_bytes(config: ModelConfig) -> int:
+    """What the smallest anchor takes in a cache, but for what the cache adds."""
+    rows_bytes = sum(part.n_bytes(0, LEAST_TOKENS) for part in parts(config))
+    return rows_bytes + tail_bytes(config)
+
+
+def restore(
+    cache: Cache,
+    token_ids: TokenIds,
+    position: int,
+    config: ModelConfig,
+    formats: CacheFormats | None = None,
+) -> SessionState | None:
+    """The state that a cache has at a position that `lookup` found, or one before it.
+
+    None if nothing comes of it. What the cache has in order, and is of no use here all the same, it
+    is told to give up.
+    """
+    try:
+        state = Import(config, position, formats)
+        restored = cache.restore(token_ids, position, state.rows)
+        if restored is None:
+            return None
+        try:
+            return state.finish(restored.position, restored.tail)
+        except CacheCorrupt as error:
+            log.warning("a state from the disk cache cannot be used: %s", error)
+            cache.reject(token_ids, restored.position)
+    except (MemoryError, RuntimeError) as error:
+        log.warning("a state from the disk cache finds no room: %s", error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -128,13 +166,18 @@ class Saving:
         if self._session.state is not pending.state:
             # The rows went with a device that failed.
             self._pending = None
-        elif pending.ranges:
-            first, last = pending.ranges.popleft()
-            pending.save.rows(first, last, export_rows(pending.state, first, last))
-        else:
+            return
+        try:
+            if pending.ranges:
+                first, last = pending.ranges.popleft()
+                pending.save.rows(first, last, export_rows(pending.state, first, last))
+                return
             pending.save.finish(export_tail(pending.checkpoint), pending.saved_s)
+        except BaseException:
             self._pending = None
-            self._on_saved()
+            raise
+        self._pending = None
+        self._on_saved()
 
     def finish(self) -> None:
         """Hand over all that is left."""

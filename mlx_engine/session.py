@@ -6,7 +6,7 @@ compute. Nobody else changes the SessionState. Which session a prompt goes to is
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_engine.engram import EngramReader, EngramRows
+from mlx_engine.decoder import Decoder
+from mlx_engine.engram import EngramReader, EngramRows, read_ahead
 from mlx_engine.formats import CacheFormats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Boundary, Model
@@ -26,16 +27,6 @@ Prefill = Literal["short", "full"]
 # Between checkpoints inside a prefill: each takes a run of the upper layers, which at this distance
 # adds 8% to their work as released.
 SPACING_TOKENS = 16_384
-
-
-def read_ahead(
-    engram: EngramReader | None, token_ids: TokenIds, first: int, last: int
-) -> EngramRows | None:
-    """Start to read the Engram rows of the tokens from `first` up to `last`."""
-    if engram is None or first == last:
-        return None
-    past = token_ids[max(first - engram.hash.history_tokens, 0) : first]
-    return engram.prefetch(token_ids[first:last].astype(np.int64), past.astype(np.int64))
 
 
 def stops(
@@ -79,8 +70,8 @@ class Session:
 
     `prefill` "full" runs every layer on every token of a prompt; "short" runs the layers above the
     last source of compressed rows only on the tokens that the last token's logits and the windows
-    depend on, which gives the same result. `checkpoints` ascend. `epoch` counts what broke the
-    sequence of steps: who remembers a lower count would go on over the tokens of somebody else.
+    depend on, which gives the same result. `checkpoints` ascend. `chunk_tokens` may change between
+    chunks. `pauses` are the checkpoints that a prefill under way has still to take, ascending.
     """
 
     def __init__(
@@ -91,14 +82,15 @@ class Session:
         prefill: Prefill = "short",
         chunk_tokens: int = CHUNK_TOKENS,
         formats: CacheFormats | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self._model = model
+        self._decoder = decoder or Decoder(model)
         self._engram = engram
         self._prefill: Prefill = prefill
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._formats = formats
         self._reach = model.config.reach_tokens(model.config.last_kv_source)
-        self.epoch = 0
         self.reset()
 
     def reset(self) -> None:
@@ -117,8 +109,9 @@ class Session:
             self._model,
             self._engram,
             prefill=self._prefill,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=self.chunk_tokens,
             formats=self._formats,
+            decoder=self._decoder,
         )
         other._take(self.state.fork(checkpoint), self._token_ids[: checkpoint.position])
         before = [each for each in self.checkpoints if each.position < checkpoint.position]
@@ -126,9 +119,9 @@ class Session:
         return other
 
     def _take(self, state: SessionState, token_ids: Sequence[int] | TokenIds) -> None:
-        self.epoch += 1
         self.state = state
         self.checkpoints: list[Checkpoint] = []
+        self.pauses: list[int] = []
         # Of the prompt that `sync` was given last; what is past it was generated.
         self.prompt_tokens = len(token_ids)
         self._token_ids = array("I", token_ids)
@@ -162,12 +155,12 @@ class Session:
         """Bytes of the checkpoints in memory."""
         return sum(checkpoint.n_bytes for checkpoint in self.checkpoints)
 
-    def match(self, token_ids: Sequence[int] | TokenIds) -> Match:
-        """What `sync` to these tokens would keep."""
+    def match(self, token_ids: Sequence[int] | TokenIds, *, is_fork: bool = False) -> Match:
+        """What `read` of these tokens would keep, here or in a fork, which takes a checkpoint."""
         ids = as_token_ids(token_ids)
         shared = shared_tokens(np.asarray(self._token_ids, np.uint32), ids)
         is_useful = shared < ids.size or self._logits is not None or self._waiting is not None
-        if shared == self.position and is_useful:
+        if shared == self.position and is_useful and not is_fork:
             return Match(shared, shared)
         checkpoint = self.checkpoint_at(min(shared, ids.size - 1))
         return Match(shared, checkpoint.position if checkpoint else 0)
@@ -177,23 +170,27 @@ class Session:
         i = bisect_right(self.checkpoints, position, key=lambda each: each.position)
         return self.checkpoints[i - 1] if i else None
 
-    def sync(
-        self,
-        token_ids: Sequence[int] | TokenIds,
-        anchors: Sequence[int] = (),
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> mx.array:
+    def sync(self, token_ids: Sequence[int] | TokenIds, anchors: Sequence[int] = ()) -> mx.array:
+        """`read`, all at once: f32 logits [V] after the last token."""
+        reading = self.read(token_ids, anchors)
+        while True:
+            try:
+                next(reading)
+            except StopIteration as end:
+                return end.value
+
+    def read(
+        self, token_ids: Sequence[int] | TokenIds, anchors: Sequence[int] = ()
+    ) -> Generator[int, None, mx.array]:
         """Bring the timeline to exactly these tokens, at least one: f32 logits [V] after the last.
 
-        Kept is what they continue; from a place where they differ the timeline returns to the
-        checkpoint before it. `anchors` are positions that a later prompt may return to, the end of
-        system and tools first; `stops` says which become checkpoints. `on_progress` is told the
-        tokens done and in all: first those that were there, then after each chunk. What it raises
-        stops the work there, and the same tokens go on there. A chunk that fails leaves the
-        timeline where the chunk began.
+        Yields the tokens done: first those that were there, then after each chunk. Who goes no
+        further leaves them, and the same tokens go on there. Kept is what they continue; from a
+        place where they differ the timeline returns to the checkpoint before it. `anchors` are
+        positions that a later prompt may return to, the end of system and tools first; `stops` says
+        which become checkpoints. A chunk that fails leaves the timeline where the chunk began.
         """
         ids = as_token_ids(token_ids)
-        self.epoch += 1
         if self.state.position != self.position:
             # A return failed, and so did the reset after it.
             self.reset()
@@ -202,12 +199,19 @@ class Session:
             self.rewind(kept)
             kept = self.position
         self.prompt_tokens = ids.size
-        if on_progress is not None:
-            on_progress(kept, ids.size)
-        if kept < ids.size or self._waiting is not None:
-            self._extend(ids, anchors, on_progress)
+        is_done = kept == ids.size and self._waiting is None
+        self.pauses = [] if is_done else self._pauses(ids.size, anchors)
+        yield kept
+        if not is_done:
+            yield from self._extend(ids)
         assert self._logits is not None
         return self._logits
+
+    def pause_at(self, position: int) -> None:
+        """Let the prefill under way take a checkpoint at an even position before it too."""
+        assert position % 2 == 0
+        if position > self.position:
+            self.pauses = sorted({*self.pauses, position})
 
     def step(self, token_id: int) -> mx.array:
         """Append one token: f32 logits [V] after it, not waited for.
@@ -218,13 +222,25 @@ class Session:
         try:
             past = self._engram.hash.history_tokens if self._engram else 0
             ids = np.array([*self._token_ids[max(self.position - past, 0) :], token_id], np.uint32)
-            self._compute(ids, read_ahead(self._engram, ids, ids.size - 1, ids.size), new=1)
-            assert self._logits is not None
-            mx.async_eval(self._logits, *self.state.arrays())
+            rows = read_ahead(self._engram, ids, ids.size - 1, ids.size)
+            if self._decoder.fits(self.state):
+                self._logits = self._decoder.step(token_id, self.state, rows)
+                self._token_ids.append(token_id)
+            else:
+                self._compute(ids, rows, new=1)
+                assert self._logits is not None
+                mx.async_eval(self._logits, *self.state.arrays())
         except BaseException:
             self.rewind(self.position)
             raise
         return self._logits
+
+    def begin_step(self, token: mx.array) -> None:
+        """Let the device begin a step with a token, of one id, that only it knows so far.
+
+        Where that gains nothing, nothing happens. The step itself may come or not.
+        """
+        self._decoder.begin(token, self.state)
 
     def rewind(self, position: int) -> None:
         """Return to the last checkpoint that does not lie past a position, or to the start."""
@@ -267,48 +283,44 @@ class Session:
         i = bisect_right(self.checkpoints, checkpoint.position, key=lambda each: each.position)
         self.checkpoints.insert(i, checkpoint)
 
-    def _extend(
-        self,
-        ids: TokenIds,
-        anchors: Sequence[int],
-        on_progress: Callable[[int, int], None] | None,
-    ) -> None:
-        known, total = self.position, ids.size
+    def _pauses(self, total: int, anchors: Sequence[int]) -> list[int]:
+        known = self.position
         before = self.checkpoint_at(known)
         pauses = stops(known, total, anchors, before.position if before else 0)
         if not pauses:
             # The prompt's end lies at most a token behind: it is where the timeline is.
             self.keep_checkpoint()
             pauses = [] if self.is_whole else [known]
-        ends = self._chunk_ends([*pauses, total])
-        ahead: EngramRows | None = None
-        for i, end in enumerate(ends):
+        return pauses
+
+    def _extend(self, ids: TokenIds) -> Generator[int, None, None]:
+        end, n_chunks = self.position, 0
+        ahead, ahead_end = None, -1
+        while n_chunks == 0 or end < ids.size:
+            first, end = end, min([end + self.chunk_tokens, *self.pauses, ids.size])
             start, waiting = self.state.checkpoint(), self._waiting
             try:
-                rows = ahead if i else read_ahead(self._engram, ids, known, end)
-                if i + 1 < len(ends):
-                    ahead = read_ahead(self._engram, ids, end, ends[i + 1])
-                is_pause = end in pauses or end == total
-                self._compute(ids[:end], rows, new=end - start.position, is_last=is_pause)
+                if ahead_end != end:
+                    # The first chunk, or one of another length than was foreseen.
+                    ahead = read_ahead(self._engram, ids, first, end)
+                rows = ahead
+                later = [each for each in self.pauses if each > end]
+                ahead_end = min([end + self.chunk_tokens, *later, ids.size])
+                ahead = read_ahead(self._engram, ids, end, ahead_end)
+                is_pause = end in self.pauses or end == ids.size
+                self._compute(ids[:end], rows, new=end - first, is_last=is_pause)
                 mx.eval(self._logits, *self.state.arrays())
             except BaseException:
                 self._return_to(start, waiting)
                 raise
-            if end in pauses:
+            if end in self.pauses:
                 self.keep_checkpoint()
-            if on_progress is not None:
-                on_progress(end, total)
-        if len(ends) > 2:
+                self.pauses = later
+            n_chunks += 1
+            yield end
+        if n_chunks > 2:
             # What the chunks allocated is no use to single steps.
             mx.clear_cache()
-
-    def _chunk_ends(self, pauses: Sequence[int]) -> list[int]:
-        """Where the chunks end that lead from here over the pauses."""
-        ends: list[int] = []
-        for first, last in pairwise([self.position, *pauses]):
-            ends += [*range(first + self._chunk_tokens, last, self._chunk_tokens), last]
-        # Where nothing is left to compute but what the upper layers have not seen, that is one end.
-        return sorted(set(ends))
 
     def _compute(
         self, ids: TokenIds, rows: EngramRows | None, *, new: int, is_last: bool = True
@@ -342,7 +354,6 @@ class Session:
 
     def _return_to(self, checkpoint: Checkpoint, waiting: Boundary | None) -> None:
         """Go back to a place of this timeline, whatever a broken-off chunk left behind."""
-        self.epoch += 1
         self._logits = None
         self._waiting = waiting
         del self._token_ids[checkpoint.position :]

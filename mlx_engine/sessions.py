@@ -1,31 +1,30 @@
 """Sessions: several timelines under one budget of memory, and the disk cache behind them.
 
-Owns the choice of a timeline for a prompt, when memory is made and when a checkpoint is offered to
-the cache. One timeline is session's part, handing it over saving's, what may go live's.
+Owns the choice of a timeline for a prompt, whether the prompt waits for another that is read, and
+when a checkpoint is offered to the cache. One timeline is session's part, room for it room's.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
-from functools import partial
 
 import mlx.core as mx
 
-from mlx_engine import eviction, memory
+from mlx_engine import memory
+from mlx_engine.decoder import Decoder
 from mlx_engine.engram import EngramReader
-from mlx_engine.errors import CacheCorrupt
-from mlx_engine.eviction import Plan
+from mlx_engine.errors import BadRequest
 from mlx_engine.formats import CacheFormats
-from mlx_engine.live import Live, Stats, Victim, Worth, holdings
+from mlx_engine.live import Live, Stats
 from mlx_engine.memory import CHUNK_TOKENS
 from mlx_engine.model import Model
-from mlx_engine.saving import LEAST_TOKENS, Cache, Saving
+from mlx_engine.progress import Prefilled, Waiting
+from mlx_engine.room import Room
+from mlx_engine.saving import LEAST_TOKENS, Cache, restore
 from mlx_engine.session import Match, Prefill, Session, stops
-from mlx_engine.state import Checkpoint
-from mlx_engine.state_transfer import import_state
-from mlx_engine.token_ids import TokenIds, as_token_ids
+from mlx_engine.token_ids import TokenIds, as_token_ids, shared_tokens
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,14 @@ _MEASURED_TOKENS = 256
 # Steps between two looks at the memory: buffers grow by more rows than this.
 _LOOK_STEPS = 256
 
-# Handed to the cache at the end of a turn, at 1.8 MB each as released; later steps take the rest.
-_TURN_PIECES = 16
+# While others are answered, a chunk takes about this long; fewer tokens would cost more of the time
+# for reading an expert's weights again than they gain in patience.
+_SHARED_CHUNK_S = 1.5
+_SHARED_CHUNK_TOKENS = 512
+
+# What two prompts have in common is worth a checkpoint of its own from here on: it costs a run of
+# the upper layers, about as much as reading half of this.
+_SHARED_TOKENS = 2048
 
 
 class Sessions:
@@ -66,146 +71,230 @@ class Sessions:
         """short_bytes: of the budget, what prompts above memory.SHORT_TOKENS leave free."""
         self._model = model
         self._engram = engram
-        self._budget_bytes = budget_bytes
-        self._short_bytes = short_bytes
         self._prefill: Prefill = prefill
         self._chunk_tokens = chunk_tokens
         self._formats = formats
+        self._decoder = Decoder(model)
         self._cache = cache
-        self._least_save_tokens = least_save_tokens
         self._clock = clock
-        self._live: dict[Session, Live] = {}
-        # Evicted between two steps, and not yet wholly handed to the cache.
-        self._leaving: list[Live] = []
-        self._requests = 0
-        self._tokens_per_s = _TOKENS_PER_S
-        self._counts = Stats()
+        self._room = Room(
+            model.config, budget_bytes, short_bytes, cache, least_save_tokens, _TOKENS_PER_S
+        )
+        # The requests that wait for room.
+        self._queue: set[int] = set()
+        # Counts what may end another's waiting.
+        self._moves = 0
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all states and checkpoints in memory."""
-        return eviction.held_bytes(holdings([*self._live.values(), *self._leaving]))
+        return self._room.n_bytes
 
     def __contains__(self, session: Session) -> bool:
-        return session in self._live
+        return self._room.find(session) is not None
 
     def stats(self) -> Stats:
         """Numbers about the sessions and the prompts that they served."""
-        state_bytes = sum(session.state_bytes for session in self._live)
-        live_bytes = eviction.held_bytes(holdings(self._live.values()))
-        return replace(
-            self._counts,
-            sessions=len(self._live),
-            state_bytes=state_bytes,
-            checkpoint_bytes=live_bytes - state_bytes,
-            leaving_bytes=self.n_bytes - live_bytes,
-            budget_bytes=self._budget_bytes,
-            prefill_tokens_per_s=self._tokens_per_s,
-        )
+        return self._room.stats()
 
     def reset(self) -> None:
-        """Forget all timelines; what the cache has stays there."""
-        self._live.clear()
-        self._leaving.clear()
+        """Forget all timelines, those in use too; what the cache has stays there."""
+        self._room.clear()
+        self._moves += 1
 
     def sync(
+        self, token_ids: Sequence[int] | TokenIds, anchors: Sequence[int] = ()
+    ) -> tuple[Session, mx.array]:
+        """`read`, all at once, where no other answer is under way; the session is left."""
+        reading = self.read(token_ids, anchors)
+        while True:
+            try:
+                next(reading)
+            except StopIteration as end:
+                self.leave(end.value[0])
+                return end.value
+
+    def read(
         self,
         token_ids: Sequence[int] | TokenIds,
         anchors: Sequence[int] = (),
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> tuple[Session, mx.array]:
+        answer_tokens: int = 0,
+    ) -> Generator[Prefilled | Waiting, None, tuple[Session, mx.array]]:
         """Find the session for a prompt and bring it to these tokens: it, and the logits [V].
 
-        `Session.sync` says what `anchors` and `on_progress` are.
+        Yields how far it has come: before the first chunk, and after each. It yields Waiting while
+        another prompt is reading what this one begins with, and while there is no room for this one
+        and `answer_tokens` beside those in use. `Session.read` says what `anchors` are.
+
+        The session is in use, and nobody else's, until it is left; whoever closes the iterator has
+        left it with what was computed. Raises BadRequest where no other goes on and there is still
+        no room, and once `reset` has forgotten the session.
         """
         ids = as_token_ids(token_ids)
-        self._requests += 1
+        self._room.requests += 1
+        number, tokens = self._room.requests, ids.size + answer_tokens
+        yield from self._admit(ids, tokens, number)
         with self._cache.protect(ids) if self._cache else nullcontext():
-            live = self._place(ids, anchors)
-            live.used_at = self._requests
-            more_bytes = self._missing_bytes(live.session, ids, anchors)
-            self._make_room(more_bytes, live, ids.size, at_once=True)
-            return live.session, self._sync(live, ids, anchors, on_progress)
+            live, parted_at = self._place(ids, anchors)
+            live.used_at = number
+            live.reserved_bytes = memory.answer_bytes(self._model.config, tokens)
+            try:
+                more_bytes = self._room.missing_bytes(live.session, ids, anchors)
+                self._room.make(more_bytes, live, ids.size, at_once=True)
+                return live.session, (yield from self._read(live, ids, anchors, parted_at))
+            except BaseException:
+                self.leave(live.session)
+                raise
 
     def step(self, session: Session, token_id: int) -> mx.array:
         """`Session.step`, and one piece for the cache."""
-        live = self._live[session]
-        self._advance(live)
+        live = self._require(session)
+        self._room.save_piece(live)
         if session.position % _LOOK_STEPS == 0:
-            self._make_room(0, live, session.position)
+            self._room.make(0, live, session.position)
         return session.step(token_id)
 
-    def end_turn(self, session: Session) -> None:
-        """Keep a checkpoint where an answer has ended, and hand over what the cache should have.
+    def leave(self, session: Session) -> None:
+        """Let others have a session. Changes no array, so that any thread may do it at any time."""
+        live = self._room.find(session)
+        if live is not None:
+            live.reserved_bytes, live.prompt = 0, None
+        self._moves += 1
 
-        What is more than a few pieces is left to later steps, prompts and `close`.
+    def end_turn(self, session: Session) -> None:
+        """Keep a checkpoint where an answer has ended, for the cache too.
+
+        Nothing is handed over now, so that nobody waits: `save_piece`, later steps and `close` do.
         """
-        live = self._live[session]
+        live = self._room.find(session)
+        if live is None:
+            return
         session.keep_checkpoint()
-        live.saving.offer(self._tokens_per_s)
-        for _ in range(_TURN_PIECES):
-            self._advance(live)
-        self._make_room(0, live, session.position)
+        self._room.save_newest(live)
+        self._room.make(0, live, session.position)
+
+    def save_piece(self) -> bool:
+        """Hand over one piece, for when nobody asks; whether anything waited."""
+        return self._room.save_piece()
 
     def close(self) -> None:
         """Hand to the cache what only the sessions have, and forget them."""
-        for live in [*self._live.values()]:
-            self._forget(live)
-        self._let_leave()
+        self._room.close()
+
+    # When a prompt gets a session
+
+    def _admit(self, ids: TokenIds, tokens: int, number: int) -> Generator[Waiting, None, None]:
+        stored = self._cache.lookup(ids[:-1]) if self._cache else 0
+        moves = -1
+        try:
+            while True:
+                if not self._has_room(tokens, number):
+                    if moves == self._moves:
+                        raise BadRequest(
+                            "the answers under way hold the memory for sessions: end one first"
+                        )
+                elif moves == self._moves or not self._is_read_by_another(ids, stored):
+                    return
+                moves = self._moves
+                yield Waiting(lambda moves=moves: moves != self._moves)
+        finally:
+            self._queue.discard(number)
+            self._moves += 1
+
+    def _has_room(self, tokens: int, number: int) -> bool:
+        """Whether there is room, and no prompt that came before waits for it."""
+        is_short = tokens <= memory.SHORT_TOKENS
+        is_late = not is_short and any(each < number for each in self._queue)
+        if self._room.fits(tokens) and not is_late:
+            return True
+        self._queue.add(number)
+        return False
+
+    def _is_read_by_another(self, ids: TokenIds, stored: int) -> bool:
+        """Whether a prompt under way will soon have more of this one than there is anywhere.
+
+        It takes a checkpoint there, if it would not take one nearby.
+        """
+        known = max(stored, self._nearest(ids)[1].kept)
+        for live in self._room.lives:
+            session = live.session
+            if live.prompt is None or session.position < known:
+                continue
+            shared = min(shared_tokens(live.prompt, ids), ids.size - 1) // 2 * 2
+            last = max([0, *(each for each in session.pauses if each <= shared)])
+            if shared - max(last, session.position) >= _SHARED_TOKENS:
+                session.pause_at(shared)
+                last = shared
+            if last > known:
+                return True
+        return False
 
     # Where a prompt goes
 
-    def _place(self, ids: TokenIds, anchors: Sequence[int]) -> Live:
-        """The session that has most of a prompt, made to have it without loss for others."""
+    def _place(self, ids: TokenIds, anchors: Sequence[int]) -> tuple[Live, int | None]:
+        """The session that has most of a prompt, made to have it without loss for others.
+
+        And where the prompt parts from the nearest one, if it does.
+        """
         best, match = self._nearest(ids)
+        position = best.session.position if best else 0
+        parted_at = match.shared if match.shared < min(ids.size, position) else None
         stored = self._cache.lookup(ids[:-1]) if self._cache else 0
-        self._tell(ids, best, match, stored)
+        log.debug("of %d prompt tokens memory has %d and the disk %d", ids.size, match.kept, stored)
         if stored > match.kept:
             live = self._restore(ids[:-1], match.kept, best)
             if live is not None:
-                self._count("restored")
-                return live
+                self._room.count("restored")
+                return live, parted_at
             best, match = self._nearest(ids)
         if best is None or match.kept == 0:
-            self._count("fresh")
-            return self._add(self._new_session())
-        if match.kept == best.session.position:
-            self._count("continued")
-            return best
-        best.saving.finish()
+            self._room.count("fresh")
+            return self._room.add(self._new_session()), parted_at
+        if match.kept == best.session.position and not best.is_in_use:
+            self._room.count("continued")
+            return best, parted_at
+        if not best.is_in_use:
+            best.saving.finish()
         fork = self._fork(best, match, ids, anchors)
         if fork is not None:
-            self._count("forked")
-            return fork
-        self._count("rewound")
+            self._room.count("forked")
+            return fork, parted_at
+        self._room.count("rewound")
         # At once, so that no want of memory takes this checkpoint: the newest stay.
         best.session.rewind(match.kept)
-        return best
+        return best, parted_at
 
     def _nearest(self, ids: TokenIds) -> tuple[Live | None, Match]:
+        """The session that has most of a prompt to begin with, rather one that nobody uses."""
         best, match = None, Match(0, 0)
-        for live in self._live.values():
-            found = live.session.match(ids)
-            if best is None or (found.kept, found.shared) > (match.kept, match.shared):
+        for live in self._room.lives:
+            found = live.session.match(ids, is_fork=live.is_in_use)
+            is_better = (found.kept, not live.is_in_use, found.shared) > (
+                match.kept,
+                best is not None and not best.is_in_use,
+                match.shared,
+            )
+            if best is None or is_better:
                 best, match = live, found
         return best, match
 
     def _fork(self, best: Live, match: Match, ids: TokenIds, anchors: Sequence[int]) -> Live | None:
-        """A fork where a rewind would cost more than what makes room for one."""
+        """A fork where a rewind would cost more than what makes room for one, or somebody."""
         session = best.session
         # A rewind may cost the end of a prompt where that is little beside what is kept.
         slack = min(CHUNK_TOKENS, match.kept // 8)
         checkpoint = session.checkpoint_at(match.kept)
-        if checkpoint is None or match.shared + slack >= session.prompt_tokens:
+        is_little = match.shared + slack >= session.prompt_tokens
+        if checkpoint is None or (is_little and not best.is_in_use):
             return None
         pauses = stops(match.kept, ids.size, anchors, match.kept)
-        more_bytes = self._read_bytes(ids.size, len(pauses))
-        plan = self._plan(more_bytes, (best,), ids.size, wanted=checkpoint)
-        lost_s = self._worth().of(best, match.kept)
-        if plan.missing_bytes or plan.worth_s > lost_s:
+        more_bytes = self._room.read_bytes(ids.size, len(pauses))
+        plan = self._room.plan(more_bytes, (best,), ids.size, wanted=checkpoint)
+        lost_s = math.inf if best.is_in_use else self._room.worth().of(best, match.kept)
+        if plan.worth_s > lost_s or (plan.missing_bytes and not best.is_in_use):
             return None
-        self._commit(plan, at_once=True)
-        return self._add(session.fork(checkpoint))
+        self._room.commit(plan, at_once=True)
+        return self._room.add(session.fork(checkpoint))
 
     def _restore(self, ids: TokenIds, least: int, best: Live | None) -> Live | None:
         """A session with what the cache has of a prompt, where that is more than `least` tokens."""
@@ -213,43 +302,21 @@ class Sessions:
         below = ids.size + 1
         while least < (position := self._cache.lookup(ids)) < below:
             below = position
-            more_bytes = self._restore_bytes(position)
+            config = self._model.config
+            more_bytes = memory.held_bytes(config, position)
             # Who has a part of the prompt stays, should the cache fail, where there is room.
-            plan = self._plan(more_bytes, (best,) if best and least else (), ids.size)
+            plan = self._room.plan(more_bytes, (best,) if best and least else (), ids.size)
             if plan.missing_bytes:
-                plan = self._plan(more_bytes, (), ids.size)
+                plan = self._room.plan(more_bytes, (), ids.size)
             if plan.missing_bytes:
                 return None
-            self._commit(plan, at_once=True)
-            restored = self._cache.restore(ids, position)
-            if restored is None or restored.position <= least:
-                return None
-            try:
-                state = import_state(
-                    self._model.config,
-                    restored.position,
-                    restored.rows,
-                    restored.tail,
-                    self._formats,
-                )
-            except CacheCorrupt as error:
-                log.warning("a state from the disk cache cannot be used: %s", error)
-                self._cache.reject(ids, restored.position)
-                continue
-            except (MemoryError, RuntimeError) as error:
-                log.warning("a state from the disk cache finds no room: %s", error)
-                return None
-            session = self._new_session()
-            session.restore(ids[: restored.position], state)
-            return self._add(session)
+            self._room.commit(plan, at_once=True)
+            state = restore(self._cache, ids, position, config, self._formats)
+            if state is not None and state.position > least:
+                session = self._new_session()
+                session.restore(ids[: state.position], state)
+                return self._room.add(session)
         return None
-
-    def _restore_bytes(self, position: int) -> int:
-        """What a restored state takes: what was read is beside it, mostly in room to compute."""
-        config = self._model.config
-        room_bytes = memory.activation_bytes(config, position, self._chunk_tokens)
-        read_bytes = memory.growing_bytes(config, position)
-        return memory.held_bytes(config, position) + max(read_bytes - room_bytes, 0)
 
     def _new_session(self) -> Session:
         return Session(
@@ -258,137 +325,54 @@ class Sessions:
             prefill=self._prefill,
             chunk_tokens=self._chunk_tokens,
             formats=self._formats,
+            decoder=self._decoder,
         )
-
-    def _add(self, session: Session) -> Live:
-        count = partial(self._count, "saved_anchors")
-        live = Live(session, Saving(session, self._cache, self._least_save_tokens, count))
-        self._live[session] = live
-        return live
-
-    def _tell(self, ids: TokenIds, best: Live | None, match: Match, stored: int) -> None:
-        position = best.session.position if best else 0
-        if match.shared < min(ids.size, position):
-            log.info(
-                "a prompt of %d tokens differs from the nearest session, of %d tokens, at token %d",
-                ids.size,
-                position,
-                match.shared,
-            )
-        log.debug("of %d prompt tokens memory has %d and the disk %d", ids.size, match.kept, stored)
 
     # The work
 
-    def _sync(
-        self,
-        live: Live,
-        ids: TokenIds,
-        anchors: Sequence[int],
-        on_progress: Callable[[int, int], None] | None,
-    ) -> mx.array:
-        first: int | None = None
-        done = 0
-
-        def report(done_tokens: int, total_tokens: int) -> None:
-            nonlocal first, done
-            done = done_tokens
-            if first is None:
-                first = done_tokens
-            elif done_tokens < total_tokens:
-                self._save_newest(live, is_last=done_tokens >= (total_tokens - 1) // 2 * 2)
-            if on_progress is not None:
-                on_progress(done_tokens, total_tokens)
-
-        started_s = self._clock()
-        try:
-            logits = live.session.sync(ids, anchors, report)
-        finally:
-            self._count("cached_tokens", first or 0)
-            self._count("computed_tokens", done - (first or 0))
-            self._make_room(0, live, ids.size)
-        elapsed_s = self._clock() - started_s
-        if done - (first or 0) >= _MEASURED_TOKENS and elapsed_s > 0:
-            self._tokens_per_s = (done - (first or 0)) / elapsed_s
+    def _read(
+        self, live: Live, ids: TokenIds, anchors: Sequence[int], parted_at: int | None
+    ) -> Generator[Prefilled, None, mx.array]:
+        session = live.session
+        reading = session.read(ids, anchors)
+        live.prompt = ids
+        known = done = next(reading)
+        self._room.count("cached_tokens", known)
+        elapsed_s = 0.0
+        yield Prefilled(known, ids.size, parted_at)
+        while True:
+            self._require(session)
+            session.chunk_tokens = self._next_chunk_tokens()
+            started_s = self._clock()
+            try:
+                before, done = done, next(reading)
+            except StopIteration as end:
+                logits: mx.array = end.value
+                break
+            elapsed_s += self._clock() - started_s
+            self._room.count("computed_tokens", done - before)
+            if done < ids.size:
+                self._room.save_newest(live)
+                if done < (ids.size - 1) // 2 * 2:
+                    # Only the last of a prompt waits for the decode steps.
+                    live.saving.finish()
+            self._room.make(0, live, ids.size, at_once=True)
+            self._moves += 1
+            yield Prefilled(done, ids.size)
+        live.prompt = None
+        if done - known >= _MEASURED_TOKENS and elapsed_s > 0:
+            self._room.tokens_per_s = (done - known) / elapsed_s
         return logits
 
-    def _save_newest(self, live: Live, *, is_last: bool = False) -> None:
-        """Offer the newest checkpoint; only the last of a prompt waits for the decode steps."""
-        live.saving.offer(self._tokens_per_s)
-        if not is_last:
-            live.saving.finish()
+    def _next_chunk_tokens(self) -> int:
+        """As many as compute in a moment, where another answer waits for the chunk's end."""
+        if sum(live.is_in_use for live in self._room.lives) < 2:
+            return self._chunk_tokens
+        in_time = int(_SHARED_CHUNK_S * self._room.tokens_per_s)
+        return min(self._chunk_tokens, max(in_time, _SHARED_CHUNK_TOKENS))
 
-    def _advance(self, live: Live) -> None:
-        """Hand over one piece: of what leaves, of this session, or of another."""
-        for each in (*self._leaving, live, *self._live.values()):
-            if each.saving.is_pending:
-                each.saving.advance()
-                break
-        self._leaving = [each for each in self._leaving if each.saving.is_pending]
-
-    # What is forgotten
-
-    def _missing_bytes(self, session: Session, ids: TokenIds, anchors: Sequence[int]) -> int:
-        """What a session will take more when it has read a prompt."""
-        kept = session.match(ids).kept
-        before = session.checkpoint_at(kept)
-        pauses = stops(kept, ids.size, anchors, before.position if before else 0)
-        return max(self._read_bytes(ids.size, len(pauses)) - session.state_bytes, 0)
-
-    def _read_bytes(self, tokens: int, checkpoints: int) -> int:
-        config = self._model.config
-        return memory.held_bytes(config, tokens) + checkpoints * memory.checkpoint_bytes(config)
-
-    def _make_room(
-        self, more_bytes: int, live: Live, tokens: int, *, at_once: bool = False
-    ) -> None:
-        """Forget others until so many bytes are free for a session, or all that may go has gone."""
-        self._commit(self._plan(more_bytes, (live,), tokens), at_once=at_once)
-
-    def _plan(
-        self,
-        more_bytes: int,
-        kept: Sequence[Live],
-        tokens: int,
-        wanted: Checkpoint | None = None,
-    ) -> Plan[Victim]:
-        """What to forget for so many bytes more, for a prompt of `tokens`."""
-        limit = self._budget_bytes
-        if tokens > memory.SHORT_TOKENS:
-            limit -= self._short_bytes
-        held = holdings(self._live.values())
-        over_bytes = eviction.held_bytes(held) + more_bytes - limit
-        candidates = self._worth().candidates([*self._live.values()], kept, wanted)
-        return eviction.plan(candidates if over_bytes > 0 else (), held, over_bytes)
-
-    def _worth(self) -> Worth:
-        return Worth(self._model.config, self._cache, self._requests, self._tokens_per_s)
-
-    def _commit(self, plan: Plan[Victim], *, at_once: bool) -> None:
-        for live, checkpoint in plan.victims:
-            if checkpoint is not None:
-                live.session.drop_checkpoint(checkpoint)
-                self._count("dropped_checkpoints")
-            else:
-                log.debug("a session of %d tokens makes room", live.session.position)
-                self._forget(live)
-                self._count("evicted")
-                if at_once:
-                    self._let_leave()
-        if at_once:
-            self._let_leave()
-
-    def _forget(self, live: Live) -> None:
-        """Let a session go, by way of the cache if that has not got it."""
-        live.session.keep_checkpoint()
-        live.saving.offer(self._tokens_per_s)
-        del self._live[live.session]
-        if live.saving.is_pending:
-            self._leaving.append(live)
-
-    def _let_leave(self) -> None:
-        """Hand over what only sessions that leave have."""
-        while self._leaving:
-            self._leaving.pop().saving.finish()
-
-    def _count(self, name: str, n: int = 1) -> None:
-        self._counts = replace(self._counts, **{name: asdict(self._counts)[name] + n})
+    def _require(self, session: Session) -> Live:
+        live = self._room.find(session)
+        if live is None:
+            raise BadRequest("the session of this answer was reset; start generate again")
+        return live

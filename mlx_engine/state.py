@@ -91,13 +91,17 @@ class GrowingRows:
     def append(self, new: mx.array) -> None:
         """Add rows [G, width] at the end."""
         needed = self.length + new.shape[0]
+        self.reserve(needed)
+        # A place that is known takes one launch, one in an array another to compute it.
+        self.buffer[self.length : needed] = new
+        self.length = needed
+
+    def reserve(self, needed: int) -> None:
+        """Make room for so many rows in all."""
         capacity = self.buffer.shape[0]
         if needed > capacity:
             growth = max(FIRST_ROWS, min(capacity, SPARE_ROWS), needed - capacity)
             self.buffer = mx.pad(self.buffer, [(0, growth), (0, 0)])
-        # A place that is known takes one launch, one in an array another to compute it.
-        self.buffer[self.length : needed] = new
-        self.length = needed
 
     def truncate(self, length: int) -> None:
         """Drop the rows from `length` on; a buffer that then has too much to spare is copied.

@@ -4,8 +4,10 @@ Owns the layout of both. Rows are plain: each part's packed rows one after the o
 ranges put together are a longer range. Neither files nor the choice of what to keep are here.
 """
 
+import io
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +35,12 @@ def parts(config: ModelConfig, formats: CacheFormats | None = None) -> tuple[Par
     )
 
 
+def tail_bytes(config: ModelConfig, formats: CacheFormats | None = None) -> int:
+    """Bytes of a tail at a position that leaves no group half full."""
+    windows = SessionState(config, formats).windows
+    return _POSITION.size + sum(_RING.size + window.rows.nbytes for window in windows)
+
+
 def export_rows(state: SessionState, first: int, last: int) -> tuple[Bytes, ...]:
     """Copy the rows of the tokens from `first` up to `last`: one buffer a part.
 
@@ -45,7 +53,7 @@ def export_rows(state: SessionState, first: int, last: int) -> tuple[Bytes, ...]
 
 
 def export_tail(checkpoint: Checkpoint) -> bytes:
-    """Everything of a checkpoint, as `import_state` reads it; copied once."""
+    """Everything of a checkpoint, as `Import.finish` reads it; copied once."""
     pieces: list[bytes | memoryview[int]] = [_POSITION.pack(checkpoint.position)]
     for saved in checkpoint.windows:
         pieces += [_RING.pack(saved.end, saved.count), _seen(saved.rows)]
@@ -54,27 +62,83 @@ def export_tail(checkpoint: Checkpoint) -> bytes:
     return b"".join(pieces)
 
 
-def import_state(
-    config: ModelConfig,
-    position: int,
-    rows: Sequence[Bytes],
-    tail: bytes,
-    formats: CacheFormats | None = None,
-) -> SessionState:
-    """The state at `position` from the rows of all tokens before it, a buffer a part, and a tail.
+class Import:
+    """A state on its way in: memory for the rows of all tokens before a position, then the rest.
 
-    Raises CacheCorrupt when the sizes or the position are not this model's.
+    `rows` is that memory, a buffer of bytes a part, for a reader to fill from the front. Where the
+    processor sees the device's memory it is the state's own, so that no row is copied.
     """
-    state = SessionState(config, formats)
-    growing = list(_growing(state))
-    if len(rows) != len(growing):
-        raise CacheCorrupt(f"a saved state has {len(rows)} parts of rows, not {len(growing)}")
-    restored = _read_tail(state, position, tail)
-    for (ratio, empty), data in zip(growing, rows, strict=True):
-        _fill(empty, data, position // ratio)
-    state.rewind(restored)
-    mx.eval(list(state.arrays()))
-    return state
+
+    def __init__(
+        self, config: ModelConfig, position: int, formats: CacheFormats | None = None
+    ) -> None:
+        self._state = SessionState(config, formats)
+        self._position = position
+        self._memory: list[NDArray[Any]] = []
+        rows: list[Bytes] = []
+        for ratio, empty in _growing(self._state):
+            count = position // ratio
+            dtype = cast("np.dtype[Any]", np.array(empty.buffer).dtype)
+            shape = count + max(FIRST_ROWS, min(count, SPARE_ROWS)), empty.buffer.shape[1]
+            memory: NDArray[Any]
+            if mx.cuda.is_available():
+                memory = np.empty(shape, dtype)
+            else:
+                empty.buffer = _unwritten(shape, dtype)
+                memory = cast(NDArray[Any], np.array(empty.buffer, copy=False))
+            self._memory.append(memory)
+            rows.append(memory[:count].reshape(-1).view(np.uint8))
+        self.rows: tuple[Bytes, ...] = tuple(rows)
+
+    def finish(self, position: int, tail: bytes) -> SessionState:
+        """The state at a position whose rows are in place, that asked for or one before it; once.
+
+        Raises CacheCorrupt when the tail is not one of this model at this position.
+        """
+        assert position <= self._position
+        state = self._state
+        checkpoint = _read_tail(state, position, tail)
+        for (ratio, rows), memory in zip(_growing(state), self._memory, strict=True):
+            if mx.cuda.is_available():
+                rows.buffer = mx.array(memory)
+            rows.length = position // ratio
+        # Who sees a buffer would keep the next step from working in place.
+        del self._state, self._memory, self.rows
+        state.rewind(checkpoint)
+        mx.eval(list(state.arrays()))
+        return state
+
+
+class _BlankFile(io.RawIOBase):
+    """A file of one array, of whose content nothing comes when it is read."""
+
+    def __init__(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
+        header = io.BytesIO()
+        about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(header, about)
+        self._header, self._at = header.getvalue(), 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset if whence == io.SEEK_SET else self._at + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        known = self._header[self._at : self._at + len(buffer)]
+        buffer[: len(known)] = known
+        self._at += len(buffer)
+        return len(buffer)
+
+
+def _unwritten(shape: tuple[int, int], dtype: np.dtype[Any]) -> mx.array:
+    """An array with memory that nobody has written to.
+
+    MLX makes none by itself (`mx.empty` fills it), but what it loads has its memory before its
+    bytes. A gigabyte of zeros takes as long as the read of what goes there.
+    """
+    return cast(mx.array, mx.load(cast(BinaryIO, _BlankFile(shape, dtype)), format="npy"))
 
 
 def _seen(array: mx.array) -> "memoryview[int]":
@@ -88,26 +152,6 @@ def _growing(state: SessionState) -> Iterator[tuple[int, GrowingRows]]:
         keys = state.index_keys[source]
         for each in (rows, keys.codes, keys.scales):
             yield state.ratios[source], each
-
-
-def _fill(rows: GrowingRows, data: Bytes, count: int) -> None:
-    """Put `count` rows of bytes into an empty buffer, with room for more behind them."""
-    width, itemsize = rows.buffer.shape[1], rows.buffer.itemsize
-    if data.nbytes != count * width * itemsize:
-        raise CacheCorrupt(
-            f"a part of a saved state has {data.nbytes} bytes, not {count * width * itemsize}"
-        )
-    dtype = np.uint32 if itemsize == 4 else np.uint8
-    values = data.view(dtype).reshape(count, width)
-    spare = max(FIRST_ROWS, min(count, SPARE_ROWS))
-    rows.buffer = mx.zeros((count + spare, width), dtype=rows.buffer.dtype)
-    mx.eval(rows.buffer)
-    if mx.cuda.is_available():
-        rows.buffer[:count] = mx.array(values)
-    else:
-        # Where the processor sees the device's memory, one copy is enough.
-        np.array(rows.buffer, copy=False)[:count] = values
-    rows.length = count
 
 
 def _read_tail(state: SessionState, position: int, tail: bytes) -> Checkpoint:

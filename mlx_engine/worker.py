@@ -5,7 +5,8 @@ may be. Knows nothing of protocols, and nothing of asyncio: a job calls whoever 
 
 Of the jobs at work the one that has had the least time goes on, by one event: a chunk of a prompt
 or a token. A job that arrives has had as much as the least of them, so that a short request waits
-for one chunk of a long prompt and not for all of it. Jobs beyond `max_active` wait in their order.
+for one chunk of a long prompt and not for all of it; and so has one that had to wait for another's.
+Those that wait so make way for others; what is beyond `max_active` waits in its order.
 """
 
 import logging
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Literal, Protocol
 
+from mlx_engine.diskcache.cache import CacheStats
 from mlx_engine.errors import BadRequest, Cancelled, EngineError
 from mlx_engine.job import Failed, Job, JobEvent, Overloaded, Stopped
+from mlx_engine.live import Stats
 from mlx_engine.respond import End, Event, Progress, Request
 from mlx_engine.turns import TurnRecord
 
@@ -36,18 +39,18 @@ _FAILED = "the model could not be loaded: see the log of the server"
 
 
 class AnsweringEngine(Protocol):
-    """What the worker needs of an engine, all of it but `turns` in the worker's thread."""
+    """What the worker needs of an engine; `respond` in the worker's thread, the rest in any."""
 
     @property
     def turns(self) -> TurnRecord: ...
 
-    def respond(
-        self,
-        request: Request,
-        *,
-        on_progress: Callable[[Progress], None] | None,
-        cancelled: Callable[[], bool],
-    ) -> Generator[Event]: ...
+    def session_stats(self) -> Stats: ...
+
+    def disk_stats(self) -> CacheStats | None: ...
+
+    def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]: ...
+
+    def save_piece(self) -> bool: ...
 
 
 # Loads an engine; told of bytes read and in all. Entered and left in the worker's thread.
@@ -56,11 +59,15 @@ Load = Callable[[Callable[[int, int], None]], AbstractContextManager[AnsweringEn
 
 @dataclass(eq=False)
 class _Active:
-    """A job at work, and the time that it has had."""
+    """A job at work, and the time that it has had.
+
+    waits: asked whether there may be more by now, while the job waits for another; None otherwise.
+    """
 
     job: Job
     events: Generator[Event]
     used_s: float
+    waits: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -118,25 +125,29 @@ class Worker:
         """Begin to load, and then to work."""
         self._thread.start()
 
-    def submit(self, request: Request) -> Job:
-        """Put a request at the end of the queue.
+    def submit(self, request: Request, id: str | None = None) -> Job:
+        """Put a request at the end of the queue; the job has that id, or makes one.
 
         Raises Overloaded when the queue is full, Stopped when nothing is answered any more.
         """
-        job = Job(request, self._drop)
+        job = Job(request, self._drop, id)
+        with self._changed:
+            self.check_room()
+            self._queue.append(job)
+            self._changed.notify()
+        return job
+
+    def check_room(self) -> None:
+        """Raise what `submit` would: a request that is refused need not be looked at first."""
         with self._changed:
             if self._is_stopping:
                 raise Stopped(_STOPPED)
             if self.error is not None:
                 raise Stopped(_FAILED)
-            if len(self._queue) >= self._max_queued:
+            n_waiting = len(self._queue) + max(len(self._active) - self._max_active, 0)
+            if n_waiting >= self._max_queued:
                 self.counts.refused += 1
-                raise Overloaded(
-                    f"{len(self._queue)} requests are waiting already: try again later"
-                )
-            self._queue.append(job)
-            self._changed.notify()
-        return job
+                raise Overloaded(f"{n_waiting} requests are waiting already: try again later")
 
     def jobs(self) -> list[Job]:
         """The jobs at work, then those that wait, in their order."""
@@ -207,31 +218,57 @@ class Worker:
     def _work(self, engine: AnsweringEngine) -> None:
         try:
             while True:
+                self._save(engine)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._active or self._is_stopping)
+                    self._changed.wait_for(self._has_work)
                     if self._is_stopping:
                         return
                     self._admit(engine)
-                    # A cancelled one only has to end, which frees its place; of equal ones the
-                    # newest has waited for the other's chunk.
-                    newest_first = reversed(self._active)
-                    active = min(newest_first, key=lambda a: (not a.job.is_cancelled, a.used_s))
+                    active = self._next()
                 self._advance(active)
         finally:
             for active in [*self._active]:
                 self._leave(active)
                 active.job.put(Failed(Stopped(_STOPPED)))
 
+    def _save(self, engine: AnsweringEngine) -> None:
+        """While nobody asks, let the disk cache have what waits for it."""
+        try:
+            while not self._has_work() and engine.save_piece():
+                pass
+        except Exception as error:
+            log.error("what was computed could not be saved: %s", describe(error))
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._active) or self._is_stopping
+
     def _admit(self, engine: AnsweringEngine) -> None:
-        while self._queue and len(self._active) < self._max_active:
+        while self._queue and len(self._running()) < self._max_active:
             job = self._queue.popleft()
-            events = engine.respond(
-                job.request,
-                on_progress=lambda progress, job=job: self._pass_on(job, progress),
-                cancelled=lambda job=job: job.is_cancelled,
-            )
-            least_s = min((active.used_s for active in self._active), default=0.0)
-            self._active.append(_Active(job, events, least_s))
+            events = engine.respond(job.request, cancelled=lambda job=job: job.is_cancelled)
+            self._active.append(_Active(job, events, self._least_s()))
+
+    def _running(self) -> list[_Active]:
+        """The jobs that can go on: with those that need wait no longer, up to `max_active`."""
+        running = [active for active in self._active if not active.waits]
+        over = [active for active in self._active if active.waits and active.waits()]
+        return running + over[: max(self._max_active - len(running), 0)]
+
+    def _least_s(self) -> float:
+        """The least time that a job at work has had."""
+        return min((active.used_s for active in self._active if not active.waits), default=0.0)
+
+    def _next(self) -> _Active:
+        """The job that goes on."""
+        running = self._running()
+        for active in running:
+            if active.waits:
+                # The time that it waited is not owed to it.
+                active.used_s, active.waits = max(active.used_s, self._least_s()), None
+        # A cancelled one only has to end, which frees its place; of equal ones the newest has
+        # waited for the other's chunk.
+        cancelled = [active for active in self._active if active.job.is_cancelled]
+        return min(reversed(cancelled or running or self._active), key=lambda active: active.used_s)
 
     def _advance(self, active: _Active) -> None:
         """Let a job go on to its next event; whatever goes wrong is the end of this job alone."""
@@ -243,6 +280,9 @@ class Worker:
                 log.error("an answer failed: %s", describe(error))
             event = Failed(error)
         active.used_s += self._clock() - started_s
+        active.waits = None
+        if isinstance(event, Progress) and event.stage == "waiting":
+            active.waits = event.is_due
         if isinstance(event, End | Failed):
             self._leave(active)
             self._count(event)
@@ -250,8 +290,10 @@ class Worker:
 
     def _pass_on(self, job: Job, event: JobEvent) -> None:
         job.put(event)
+        if not isinstance(event, Progress) or event.stage != "prefill":
+            return
         now_s = time.monotonic()
-        if not isinstance(event, Progress) or now_s - job.logged_s < _LOG_S:
+        if now_s - job.logged_s < _LOG_S:
             return
         job.logged_s = now_s
         left_s = job.prefill_left_s

@@ -240,6 +240,9 @@ def converse(
         while len(answer) < sizes.answer:
             answer.append(cast(int, mx.argmax(sessions.step(session, answer[-1])).item()))
         sessions.end_turn(session)
+        # As the worker does until the next request comes.
+        while sessions.save_piece():
+            pass
         outcome.costs.append(cost)
         on_cost(cost)
         # The last token of an answer is sampled and not computed.

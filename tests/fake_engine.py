@@ -18,9 +18,11 @@ import pytest
 
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import ContextTooLong
+from mlx_engine.live import Stats
 from mlx_engine.ops.launch import FastPaths
-from mlx_engine.respond import Event, Progress, Request, respond
-from mlx_engine.sampling import Sampling
+from mlx_engine.progress import Prefilled
+from mlx_engine.respond import Event, Request, respond
+from mlx_engine.sampling import Sampling, ScoredToken
 from mlx_engine.tiny_tokenizer import MIN_VOCAB_SIZE, build_tiny_tokenizer
 from mlx_engine.tokenizer import SPELLINGS, Tokenizer
 from mlx_engine.turns import TurnRecord
@@ -79,6 +81,12 @@ class Call:
 ROWS_A_TOKEN = EngramStats(rows_requested=12, rows_distinct=4, cache_hits=3, bytes_read=264)
 
 
+def scored(token_id: int, n_top: int) -> ScoredToken:
+    """A token as likely as every other that a double says, and the ids after it less and less."""
+    top = tuple((token_id + i, -0.5 - i) for i in range(n_top))
+    return ScoredToken(token_id, -0.5, top)
+
+
 class FakeEngine:
     """Says `answer` after every prompt, and stops at its end or at an EOS in it."""
 
@@ -122,14 +130,19 @@ class FakeEngine:
     def engram_stats(self) -> EngramStats:
         return self._engram
 
+    def session_stats(self) -> Stats:
+        return Stats()
+
+    def disk_stats(self) -> None:
+        return None
+
     def respond(
         self,
         request: Request,
         *,
-        on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[Event]:
-        return respond(self, request, on_progress=on_progress, cancelled=cancelled)
+        return respond(self, request, cancelled=cancelled)
 
     def generate(
         self,
@@ -141,13 +154,14 @@ class FakeEngine:
         top_p: float,
         min_p: float,
         seed: int | None,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> Generator[int, None, Literal["stop", "length"]]:
+        top_k: int,
+        logprobs: int | None,
+    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
         self.calls.append(
             Call(
                 tuple(token_ids),
                 max_tokens,
-                Sampling(temperature, top_p, min_p, seed),
+                Sampling(temperature, top_p, min_p, seed, top_k),
                 tuple(anchors),
             )
         )
@@ -158,16 +172,15 @@ class FakeEngine:
                 f"{self.context_tokens}: shorten the prompt"
             )
         # Kept, so that it is closed by who uses it and not by the garbage collector.
-        self._running = self._generate(n, max_tokens, on_progress)
+        self._running = self._generate(n, max_tokens, logprobs)
         return self._running
 
     def _generate(
-        self, n: int, max_tokens: int, on_progress: Callable[[int, int], None] | None
-    ) -> Generator[int, None, Literal["stop", "length"]]:
+        self, n: int, max_tokens: int, logprobs: int | None
+    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
         try:
             for done in [*range(self._known_tokens, n, self._chunk_tokens), n]:
-                if on_progress is not None:
-                    on_progress(done, n)
+                yield Prefilled(done, n)
             for i, token_id in enumerate(self._answer):
                 if token_id == self.tokenizer.special.eos:
                     return "stop"
@@ -176,7 +189,7 @@ class FakeEngine:
                 self._before_token(i)
                 self.tokens_made += 1
                 self._engram += ROWS_A_TOKEN
-                yield token_id
+                yield token_id if logprobs is None else scored(token_id, logprobs)
             return "stop"
         finally:
             self.is_closed = True

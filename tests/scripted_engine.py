@@ -12,13 +12,16 @@ from typing import Literal, Self
 
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ContextTooLong
-from mlx_engine.respond import Event, Prefilled, Progress, Request, respond
-from mlx_engine.sampling import Sampling
+from mlx_engine.live import Stats
+from mlx_engine.progress import Prefilled
+from mlx_engine.respond import Event, Request, respond
+from mlx_engine.sampling import Sampling, ScoredToken
 from mlx_engine.tokenizer import Tokenizer
 from mlx_engine.turns import TurnRecord
-from tests.fake_engine import Call, tiny_tokenizer, with_special_tokens
+from tests.fake_engine import Call, scored, tiny_tokenizer, with_special_tokens
 
 Answer = str | Sequence[int] | Exception
+Script = Callable[[Call], Answer]
 
 
 @dataclass
@@ -36,13 +39,14 @@ class ScriptedEngine:
     """Says the answers in their order, the last one again and again.
 
     An answer is text, in which spellings of special tokens stand for those, or token ids, and ends
-    at its end or at an EOS in it; an exception is raised in place of the first token. `before_step`
-    is called ahead of every chunk and token, and may wait or raise. `courses` are the calls.
+    at its end or at an EOS in it; an exception is raised in place of the first token. A script is
+    called for the answer to what was asked. `before_step` is called ahead of every chunk and token,
+    and may wait or raise. `courses` are the calls.
     """
 
     def __init__(
         self,
-        *answers: Answer,
+        *answers: Answer | Script,
         tokenizer: Tokenizer | None = None,
         context_tokens: int = 100_000,
         chunk_tokens: int = 64,
@@ -72,14 +76,22 @@ class ScriptedEngine:
     def engram_stats(self) -> EngramStats:
         return EngramStats()
 
+    def session_stats(self) -> Stats:
+        return Stats()
+
+    def disk_stats(self) -> None:
+        return None
+
+    def save_piece(self) -> bool:
+        return False
+
     def respond(
         self,
         request: Request,
         *,
-        on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[Event]:
-        return respond(self, request, on_progress=on_progress, cancelled=cancelled)
+        return respond(self, request, cancelled=cancelled)
 
     def generate(
         self,
@@ -91,24 +103,27 @@ class ScriptedEngine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Generator[int | Prefilled, None, Literal["stop", "length"]]:
+        top_k: int = 0,
+        logprobs: int | None = None,
+    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
         n = len(token_ids)
         if n + max_tokens > self.context_tokens:
             raise ContextTooLong(
                 f"{n} prompt tokens and {max_tokens} more pass the context of "
                 f"{self.context_tokens}: shorten the prompt"
             )
-        sampling = Sampling(temperature, top_p, min_p, seed)
+        sampling = Sampling(temperature, top_p, min_p, seed, top_k)
         call = Call(tuple(token_ids), max_tokens, sampling, tuple(anchors))
         answer = self._answers[min(len(self.courses), len(self._answers) - 1)]
+        if callable(answer):
+            answer = answer(call)
         course = Course(call, self._cached_tokens(call.token_ids))
         self.courses.append(course)
-        return self._generate(course, answer)
+        return self._generate(course, answer, logprobs)
 
     def _generate(
-        self, course: Course, answer: Answer
-    ) -> Generator[int | Prefilled, None, Literal["stop", "length"]]:
+        self, course: Course, answer: Answer, logprobs: int | None
+    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
         prompt = course.call.token_ids
         done_tokens = course.cached_tokens
         try:
@@ -125,7 +140,7 @@ class ScriptedEngine:
                     return "length"
                 with self._alone(course):
                     course.said.append(token_id)
-                yield token_id
+                yield token_id if logprobs is None else scored(token_id, logprobs)
             return "stop"
         finally:
             course.is_closed = True

@@ -105,7 +105,7 @@ inline void gate_up(
     int warp,
     uint lane) {
     const int expert = place == 0 ? 0 : ids[place - 1];
-    const ulong pairs = pairs_of<TOKENS * K>(ids, expert, lane);
+    const ulong pairs = place == 0 ? 0 : pairs_of<TOKENS * K>(ids, expert, lane);
     if (place > 0 && __ffsll(pairs) != place) {
         return;  // the first pair's block does it for all
     }
@@ -159,6 +159,15 @@ inline void gate_up(
 template <int TOKENS, int K>
 inline int list_experts(const int* ids, int* expert, ulong* pairs, int warp, uint lane) {
     constexpr int PAIRS = TOKENS * K;
+    if constexpr (TOKENS == 1) {
+        // A token's experts differ.
+        if (warp == 0 && lane < K) {
+            expert[lane] = ids[lane];
+            pairs[lane] = ulong(1) << lane;
+        }
+        __syncthreads();
+        return K;
+    }
     __shared__ ulong pairs_with[PAIRS];
     for (int p = warp; p < PAIRS; p += DOWN_WARPS) {
         const ulong with = pairs_of<PAIRS>(ids, ids[p], lane);

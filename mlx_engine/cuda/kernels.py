@@ -89,7 +89,9 @@ class CudaKernel:
         named = dict(zip(self.input_names, inputs, strict=True))
         # MLX takes a number only if f32 holds it.
         numbers = [float(np.float32(x)) for x in inputs if not isinstance(x, mx.array)]
-        lengths = [cast(mx.array, named[name]).shape[axis] for name, axis in self._extents()]
+        # An array that stands in for one that is not read may have fewer axes.
+        shapes = {name: cast(mx.array, named[name]).shape for name, _ in self._extents()}
+        lengths = [shapes[n][axis] if axis < len(shapes[n]) else 0 for n, axis in self._extents()]
         return cast(Run, mx.fast.precompiled_cuda_kernel)(
             name=self.name,
             compiled_source=self._sources[key],

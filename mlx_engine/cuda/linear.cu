@@ -12,9 +12,19 @@
 
 constexpr int DEPTH = 4;
 
-template <int M, int N, int K, int G, int SPLIT>
+// A lane's share of a token's x in a chunk, from K values a token and group on.
+template <int K, int G>
+struct PlainX {
+    const bfloat16_t* x;
+    int g;
+    inline void load(int token, int k, bool is_inside, uint* pairs) const {
+        load_x<E4m3>(is_inside ? x + (token * G + g) * K + k : nullptr, pairs);
+    }
+};
+
+template <int M, int N, int K, int G, int SPLIT, typename X>
 inline void fp8_rows(
-    const bfloat16_t* x,
+    X x,
     const uint* weight,
     const uchar* scale,
     bfloat16_t* out,
@@ -56,7 +66,7 @@ inline void fp8_rows(
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
                 const int m = 8 * t + int(lane) / 4;
-                load_x<E4m3>(m < M && k < K ? x + (m * G + g) * K + k : nullptr, pairs[t]);
+                x.load(m, k, m < M && k < K, pairs[t]);
             }
             const uint f = E4m3::factor(scale_of[i]);
 #pragma unroll

@@ -100,3 +100,25 @@ inline void scale_to_norm(
         }
     }
 }
+
+// One over the root of the mean of a collapsed input's squares, from its slices: all of a warp.
+template <int D>
+inline float norm_factor(const float* sums, float norm_eps, int lane) {
+    constexpr int SLICES = (D + SLICE - 1) / SLICE;
+    float own = 0.0f;
+#pragma unroll
+    for (int i = 0; i < (SLICES + 31) / 32; i++) {
+        if (i * 32 + lane < SLICES) {
+            own += sums[(i * 32 + lane) * SUMS + COLUMNS + 1];
+        }
+    }
+    return rsqrtf(simd_sum(own) / float(D) + norm_eps);
+}
+
+// Two values of x from two of a collapsed input and of the norm's weight.
+inline uint normed_pair(uint collapsed, float r, uint weight) {
+    const float low = as_type<float>(collapsed << 16) * r * as_type<float>(weight << 16);
+    const float high =
+        as_type<float>(collapsed & 0xffff0000u) * r * as_type<float>(weight & 0xffff0000u);
+    return as_type<uint>(__floats2bfloat162_rn(low, high));
+}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_engine.formats import COMPRESSED, WINDOW
 from mlx_engine.ops.launch import Kernel
 
 # Rows unpacked at a time, and the blocks that fill a GPU.
@@ -25,6 +26,11 @@ class Cut:
 
     heads: int
     slices: int
+
+
+def fits(D: int) -> bool:
+    """Whether rows begin where 16 bytes of a window's or 8 of a compressed one can be loaded."""
+    return WINDOW.words(D) % 4 == 0 and COMPRESSED.words(D) % 2 == 0
 
 
 def cut(queries: int, heads: int, rows: int) -> Cut:

@@ -33,11 +33,10 @@ def moe(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.a
     T, E = routing.scores.shape
     is_few = T <= _FEW_TOKENS and routing.router.k <= _MAX_SLOTS and launch.is_on("experts")
     is_native = launch.is_native("experts") and x.dtype == mx.bfloat16
-    if is_few and not is_native:
-        return moe_metal(x, routing, ffn, limit=limit)
-    ids, weights = routing.chosen()
     if is_few:
-        return moe_few_tokens(x, ids, weights, ffn, limit=limit)
+        compute = moe_few_tokens if is_native else moe_metal
+        return compute(x, routing, ffn, limit=limit)
+    ids, weights = routing.chosen()
     if T > _FEW_TOKENS and E <= MAX_EXPERTS and launch.is_on("expert_tiles"):
         return _moe_in_tiles(x, ids, weights, ffn, limit=limit)
     return moe_reference(x, ids, weights, ffn, limit=limit)
@@ -195,10 +194,7 @@ def _moe_in_tiles(
 
 @launch.probe("experts")
 def _few_tokens_agree() -> bool:
-    def native(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
-        return moe_few_tokens(x, *choose_reference(routing), ffn, limit=limit)
-
-    forms = (native, moe_metal) if launch.is_native("experts") else (moe_metal,)
+    forms = (moe_few_tokens, moe_metal) if launch.is_native("experts") else (moe_metal,)
     return all(_agrees(form, T) for form in forms for T in (1, 3))
 
 

@@ -1,11 +1,12 @@
 """The mixture of experts for a few tokens on NVIDIA GPUs, in bf16: the kernels of cuda/experts.cu.
 
-Shapes: T tokens, k chosen experts, E experts, D hidden_size, I moe_intermediate_size.
+Shapes: T tokens, k of E experts chosen, D hidden_size, I moe_intermediate_size.
 """
 
 import mlx.core as mx
 
 from mlx_engine.ops.launch import Kernel
+from mlx_engine.ops.router import Routing
 from mlx_engine.weights import FfnWeights, Fp4, Fp8
 
 # Rows of a block, and its threads: of GATE_WARPS and DOWN_WARPS in experts.cu.
@@ -17,16 +18,29 @@ _GATE_UP = Kernel(
     family="experts",
     name="moe_gate_up",
     inputs=(
-        *("x", "ids", "weights", "w1", "w1_scale", "w3", "w3_scale"),
+        *("x", "scores", "bias", "scaling", "w1", "w1_scale", "w3", "w3_scale"),
         *("shared_w1", "shared_w1_scale", "shared_w3", "shared_w3_scale", "limit"),
     ),
-    outputs=("act",),
+    outputs=("act", "ids"),
     body="""
     __shared__ float scratch[2 * GATE_WARPS * 4 * 32];
+    __shared__ int chosen[TOKENS * K];
+    __shared__ float weights[TOKENS * K];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (blockIdx.y > 0 || blockIdx.x == 0) {  // the shared expert needs no choice
+        for (int t = warp; t < TOKENS; t += GATE_WARPS) {
+            choose_experts<K, E, NORM>(
+                scores + t * E, bias, scaling, chosen + t * K, weights + t * K, lane);
+        }
+        __syncthreads();
+    }
+    if (blockIdx.x + blockIdx.y == 0 && threadIdx.x < TOKENS * K) {
+        ids[threadIdx.x] = chosen[threadIdx.x];
+    }
     gate_up<TOKENS, K, D, I>(
-        x, ids, weights, w1, w1_scale, w3, w3_scale, shared_w1, shared_w1_scale, shared_w3,
-        shared_w3_scale, limit, act, scratch, blockIdx.y, blockIdx.x, threadIdx.x / 32,
-        threadIdx.x % 32);""",
+        x, chosen, weights, w1, w1_scale, w3, w3_scale, shared_w1, shared_w1_scale, shared_w3,
+        shared_w3_scale, limit, act, scratch, blockIdx.y, blockIdx.x, warp, lane);""",
+    also=("mhc", "router"),
     is_native=True,
     blocks=5,
 )
@@ -47,23 +61,22 @@ _DOWN = Kernel(
 )
 
 
-def moe_few_tokens(
-    x: mx.array, ids: mx.array, weights: mx.array, ffn: FfnWeights, *, limit: float
-) -> mx.array:
+def moe_few_tokens(x: mx.array, routing: Routing, ffn: FfnWeights, *, limit: float) -> mx.array:
     """`experts.moe` for at most 8 tokens in bf16 in two launches; D and I are multiples of 32."""
-    (T, D), k = x.shape, ids.shape[1]
+    (T, D), E, router = x.shape, routing.scores.shape[1], routing.router
     I_D = ffn.w1.weight.shape[1]
-    template = [("TOKENS", T), ("K", k), ("D", D), ("I", I_D)]
-    (act,) = _GATE_UP(
+    template = [("TOKENS", T), ("K", router.k), ("D", D), ("I", I_D)]
+    act, ids = _GATE_UP(
         [
-            *(x, ids, weights, *_parts(ffn.w1), *_parts(ffn.w3)),
+            *(x, routing.scores, router.bias, router.scaling_factor),
+            *(*_parts(ffn.w1), *_parts(ffn.w3)),
             *(*_parts(ffn.shared_w1), *_parts(ffn.shared_w3), limit),
         ],
-        template=template,
-        grid=(I_D // _ROWS * _GATE_THREADS, T * k + 1, 1),
+        template=[*template, ("E", E), ("NORM", router.norm_topk_prob)],
+        grid=(I_D // _ROWS * _GATE_THREADS, T * router.k + 1, 1),
         threadgroup=(_GATE_THREADS, 1, 1),
-        shapes=[(T, k + 1, I_D)],
-        dtypes=[mx.bfloat16],
+        shapes=[(T, router.k + 1, I_D), (T, router.k)],
+        dtypes=[mx.bfloat16, mx.int32],
     )
     (out,) = _DOWN(
         [act, ids, *_parts(ffn.w2), *_parts(ffn.shared_w2)],

@@ -82,10 +82,14 @@ def is_native(family: str) -> bool:
 
 
 def probe(family: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
-    """Register a family's self-test: true when all its kernels agree with its reference."""
+    """Register a family's self-test: true when all its kernels agree with its reference.
+
+    A family may have several.
+    """
 
     def register(check: Callable[[], bool]) -> Callable[[], bool]:
-        _probes[family] = check
+        earlier = _probes.get(family)
+        _probes[family] = check if earlier is None else lambda: earlier() and check()
         return check
 
     return register

@@ -56,6 +56,8 @@ def grouped_output(o: mx.array, wo_a: Fp8, wo_b: Fp8) -> mx.array:
     if not launch.is_on("linear"):
         return grouped_output_reference(o, wo_a, wo_b)
     T, G = o.shape[0], wo_a.weight.shape[0]
+    if _is_few_native(o):
+        return linear_native.fp8_rows(linear_native.fp8_rows(o, wo_a), wo_b)
     y = _grouped_metal(o.reshape(T, G, -1), wo_a)  # [T, G, o_lora_rank]
     return _fp8_metal(y.reshape(T, -1), wo_b)
 
@@ -186,8 +188,15 @@ _PLAIN_TILES = launch.Kernel(
 )
 
 
+def _is_few_native(x: mx.array) -> bool:
+    is_native = launch.is_native("linear") and x.dtype == mx.bfloat16
+    return is_native and x.shape[0] <= linear_native.MAX_ROWS
+
+
 def _fp8_metal(x: mx.array, w: Fp8) -> mx.array:
     T, K = x.shape
+    if _is_few_native(x):
+        return linear_native.fp8_rows(x, w)
     return _grouped_metal(x.reshape(T, 1, K), w).reshape(T, -1)
 
 
@@ -198,7 +207,8 @@ def _grouped_metal(x: mx.array, w: Fp8) -> mx.array:
     assert w.weight.size * 4 == G * N * K, f"x {x.shape} does not fit the weight {w.weight.shape}"
     if launch.is_native("linear") and x.dtype == mx.bfloat16:
         few = T <= linear_native.MAX_ROWS
-        return linear_native.fp8_rows(x, w) if few else linear_native.fp8_product(x, w)
+        product = linear_native.fp8_rows if few else linear_native.fp8_product
+        return product(x, w).reshape(T, G, N)
     inputs = (x, w.weight, w.scale)
     if T <= MAX_ROWS:
         (out,) = _rows(_FP8_ROWS, inputs, mx.uint8, T, (N,), K, x.dtype, G)

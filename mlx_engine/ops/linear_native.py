@@ -26,8 +26,8 @@ _UNPACK_CODES = 16
 
 _CALL = """
     fp8_rows<M, {N}, K, G, SPLIT>(
-        x, {weight}, {scale}, {out}, scratch + team * (SPLIT * 128 * ((M + 7) / 8)), {tile},
-        blockIdx.y, warp % SPLIT, lane);"""
+        PlainX<K, G>{{x, int(blockIdx.y)}}, {weight}, {scale}, {out},
+        scratch + team * (SPLIT * 128 * ((M + 7) / 8)), {tile}, blockIdx.y, warp % SPLIT, lane);"""
 _BODY = """
     __shared__ float scratch[TEAMS * SPLIT * 128 * ((M + 7) / 8)];
     const int warp = threadIdx.x / 32, team = warp / SPLIT;
@@ -66,20 +66,22 @@ _UNPACK = Kernel(
 
 
 def fp8_rows(x: mx.array, w: Fp8) -> mx.array:
-    """x bf16 [T, G, K] times each group's w [G, N, K], or [N, K] for one group: [T, G, N]."""
+    """x bf16 [T, ..], G * K values a token, times each group's w [G, N, K] or [N, K]: [T, G * N].
+
+    Its shapes are those that callers have, since a reshape costs the host as much as half a launch.
+    """
     (out,) = _launch(_ROWS, x, (w,))
     return out
 
 
 def fp8_rows_pair(x: mx.array, a: Fp8, b: Fp8) -> tuple[mx.array, mx.array]:
     """x bf16 [T, K] times two weights of the same K in one launch: [T, N_a] and [T, N_b]."""
-    T, K = x.shape
-    out_a, out_b = _launch(_PAIR, x.reshape(T, 1, K), (a, b))
-    return out_a.reshape(T, -1), out_b.reshape(T, -1)
+    out_a, out_b = _launch(_PAIR, x, (a, b))
+    return out_a, out_b
 
 
 def fp8_product(x: mx.array, w: Fp8) -> mx.array:
-    """As `fp8_rows` for many rows."""
+    """x bf16 [T, G, K] times w as in `fp8_rows`, for many rows: [T, G, N]."""
     T, G, K = x.shape
     wide = unpacked(w)
     if G == 1:
@@ -104,10 +106,12 @@ def unpacked(w: Fp8) -> mx.array:
 
 
 def _launch(kernel: Kernel, x: mx.array, weights: Sequence[Fp8]) -> list[mx.array]:
-    T, G, K = x.shape
+    *lead, _, words = weights[0].weight.shape
+    T, G, K = x.shape[0], lead[0] if lead else 1, 4 * words
+    assert x.size == T * G * K, f"x {x.shape} does not fit the weight {weights[0].weight.shape}"
     outputs = [w.weight.shape[-2] for w in weights]
     tiles = [-(-N // _OUTPUTS) for N in outputs]
-    split = _split(G * sum(tiles), -(-K // _COLUMNS))
+    split = split_of(G * sum(tiles), -(-K // _COLUMNS))
     # A block of a pair must not hold tiles of both weights.
     teams = 1 if len(weights) > 1 else max(1, 4 // split)
     if len(weights) == 1:
@@ -122,7 +126,7 @@ def _launch(kernel: Kernel, x: mx.array, weights: Sequence[Fp8]) -> list[mx.arra
         template=[("M", T), ("K", K), ("G", G), ("SPLIT", split), ("TEAMS", teams), *sizes],
         grid=(-(-sum(tiles) // teams) * threads, G, 1),
         threadgroup=(threads, 1, 1),
-        shapes=[(T, G, N) for N in outputs],
+        shapes=[(T, G * N) for N in outputs],
         dtypes=[mx.bfloat16] * len(outputs),
     )
 
@@ -132,7 +136,7 @@ def _with_blocks(kernel: Kernel, blocks: int) -> Kernel:
     return replace(kernel, blocks=blocks)
 
 
-def _split(tiles: int, chunks: int) -> int:
+def split_of(tiles: int, chunks: int) -> int:
     """How many warps share K: enough to keep the memory busy, each with its steps under way."""
     split = 1
     while split < _MAX_SPLIT and tiles * split < _BUSY_WARPS and chunks >= split * _DEPTH * 2:

@@ -1,35 +1,36 @@
-"""The router's scores for a few tokens on NVIDIA GPUs, in bf16: the kernel of cuda/router.cu.
-
-Shapes: T tokens, E experts, D hidden_size.
-"""
-
-import mlx.core as mx
+"""The router for a few tokens on NVIDIA GPUs, in bf16: the kernel of cuda/router.cu."""
 
 from mlx_engine.ops.launch import Kernel
 
-_THREADS = 128
-
-_SCORES = Kernel(
+# Inputs, outputs, template and geometry are those of `router`'s own.
+SCORES = Kernel(
     family="router",
     name="router_scores",
-    inputs=("x", "gate", "gate_temp"),
-    outputs=("scores",),
+    inputs=(
+        *("sums", "base", "scale", "epsilons", "collapsed", "norm_weight"),
+        *("gate", "gate_temp"),
+    ),
+    outputs=("scores", "pre", "post", "comb", "x"),
     body="""
-    __shared__ float scratch[THREADS / 32][TOKENS];
-    router_scores<TOKENS, D, E>(x, gate, gate_temp, scores, scratch, blockIdx.x, threadIdx.x);""",
+    static_assert(THREADS == SCORE_THREADS, "both are of one geometry");
+    __shared__ float scratch[SCORE_WARPS][TOKENS];
+    __shared__ float factors[TOKENS];
+    __shared__ float totals[SUMS];
+    const int block = blockIdx.x, token = block - E;
+    if (block < E) {
+        router_scores<TOKENS, D, E>(
+            sums, epsilons[1], collapsed, norm_weight, gate, gate_temp, scores, x, scratch, factors,
+            block, threadIdx.x);
+    } else {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        total_sums<D, SCORE_WARPS>(
+            sums + size_t(token) * ((D + SLICE - 1) / SLICE) * SUMS, totals, warp, lane);
+        if (warp == 0) {
+            coefficients<D, ITERS>(
+                totals, base, scale, epsilons, pre + token * HC, post + token * HC,
+                comb + token * HC * HC, lane);
+        }
+    }""",
+    also=("mhc",),
     is_native=True,
 )
-
-
-def scores_of_few_tokens(x: mx.array, gate: mx.array, gate_temp: float) -> mx.array:
-    """`router.route`'s scores f32 [T, E] of at most 8 tokens: x [T, D] and gate [E, D] in bf16."""
-    (T, D), E = x.shape, gate.shape[0]
-    (scores,) = _SCORES(
-        [x, gate, gate_temp],
-        template=[("TOKENS", T), ("D", D), ("E", E)],
-        grid=(E * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
-        shapes=[(T, E)],
-        dtypes=[mx.float32],
-    )
-    return scores

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.server.body import IMAGE_NOTE, note
-
-Object = dict[str, Any]
+from mlx_engine.server.fields import Object, as_string, quoted
 
 
 class ImageInNewestMessage(BadRequest):
@@ -61,7 +60,7 @@ def assistant_blocks(blocks: Sequence[Object], where: str) -> list[Object]:
                     }
                 )
             case kind:
-                note(f"/v1/messages: a block {kind[:60]!r} of an earlier answer is left out")
+                note(f"/v1/messages: a block {quoted(kind)} of an earlier answer is left out")
     return kept
 
 
@@ -108,7 +107,7 @@ def _texts(block: Any, where: str) -> Iterator[str]:
         yield "\n".join(str(block[key]) for key in ("title", "source") if block.get(key))
         yield from _inner(block.get("content"), where)
     else:
-        note(f"/v1/messages: a block {kind[:60]!r} is not shown to the model")
+        note(f"/v1/messages: a block {quoted(kind)} is not shown to the model")
         yield f"[{kind[:60]} not shown: this server reads text only]"
 
 
@@ -131,7 +130,4 @@ def _inner(content: Any, where: str) -> Iterator[str]:
 
 
 def _string(block: Object, key: str, where: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise BadRequest(f"{where}.{key}: it is missing, or no string")
-    return value
+    return as_string(block.get(key), f"{where}.{key}")

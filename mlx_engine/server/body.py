@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping
+from itertools import chain
 from threading import Lock
 from typing import Any, cast
 
@@ -14,23 +15,30 @@ from starlette.requests import ClientDisconnect, Request
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.server.errors import ApiError, ClientGone
+from mlx_engine.server.fields import quoted
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
+# As much as Anthropic's servers take, so clients know what to leave out of a larger one.
+MAX_BODY_BYTES = 32 * 2**20
 
 IMAGE_NOTE = "[image not shown: this server reads text only]"
 
-# Names come from clients: neither many nor long ones are kept.
+# Whoever goes through the values calls itself for each level; other readers of JSON stop here too.
+_MAX_DEPTH = 128
+
+# What is noted comes from clients: not too much of it is kept.
 _MAX_NOTES = 1000
-_MAX_NAME_CHARACTERS = 60
 
 
 async def json_object(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
     """The body as a JSON object.
 
-    Raises BadRequest for anything else, ApiError (413) above the limit, ClientGone.
+    Raises BadRequest for anything else, ApiError above the limit (413) and for one that is
+    compressed (415), ClientGone.
     """
+    if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
+        raise ApiError(415, "the body is compressed: send it as it is")
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes: send less")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
@@ -44,13 +52,36 @@ async def json_object(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the request") from None
     try:
+        text = data.decode("utf-8-sig")
         # Python reads NaN, Infinity and 1e999 too, which no answer could repeat.
-        body = json.loads(data, parse_float=_finite, parse_constant=_finite)
+        body = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON: send a JSON object") from None
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object: send one")
-    return cast(dict[str, Any], body)
+    body = cast(dict[str, Any], body)
+    _check_depth(body)
+    if "\\ud" in text.lower():
+        _check_surrogates(body)
+    return body
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """Raise BadRequest for values that hold each other too deeply, level by level."""
+    level: list[dict[str, Any] | list[Any]] = [body]
+    for _ in range(_MAX_DEPTH):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for value in chain.from_iterable(values) if type(value) in (dict, list)]
+    if level:
+        raise BadRequest(f"the values of the body are nested more than {_MAX_DEPTH} deep")
+
+
+def _check_surrogates(body: object) -> None:
+    """Raise BadRequest for half of a surrogate pair, which only an escape can write."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRequest("a text is not Unicode: it holds half of a surrogate pair") from None
 
 
 def _finite(text: str) -> float:
@@ -64,7 +95,14 @@ def note_unknown(protocol: str, body: Mapping[str, Any], known: Collection[str])
     """Say in the log, once, which fields of a body have no effect."""
     for name in body:
         if name not in known:
-            _NOTES.write(f"{protocol}: the field {name[:_MAX_NAME_CHARACTERS]!r} has no effect")
+            note(f"{protocol}: the field {quoted(name)} has no effect")
+
+
+def note_betas(request: Request) -> None:
+    """Say in the log, once, which betas a client asks for: none of them changes anything here."""
+    for value in request.headers.getlist("anthropic-beta"):
+        for beta in filter(None, map(str.strip, value.split(","))):
+            note(f"{request.url.path}: the beta {quoted(beta)} has no effect")
 
 
 def note(message: str) -> None:

@@ -11,24 +11,23 @@ from typing import Any
 import deepseek_recipe as recipe
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_engine.answer import ReasoningDelta, TextDelta
 from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.respond import End, Event, Progress
-from mlx_engine.server import openai_in
+from mlx_engine.server import converter, fields, logprobs, openai_in
 from mlx_engine.server.body import json_object, note_unknown
 from mlx_engine.server.errors import request_id
-from mlx_engine.server.openai_in import Object, as_list, as_object, as_string
+from mlx_engine.server.fields import Object, as_list, as_object, as_string, is_true, quoted
 from mlx_engine.server.openai_out import FINISH_REASONS, ChunkStream, new_id, now_s, usage
 from mlx_engine.server.service import Service
-from mlx_engine.server.sse import EventStream, whole
 from mlx_engine.tool_calls import ToolCall, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 PATH = "/v1/chat/completions"
 
-_KNOWN_FIELDS = openai_in.SAMPLING_FIELDS | frozenset(
+KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
     "best_of frequency_penalty function_call functions logit_bias logprobs max_completion_tokens "
     "max_tokens messages metadata model n parallel_tool_calls presence_penalty reasoning "
     "reasoning_effort response_format stop store stream stream_options thinking tool_choice tools "
@@ -36,8 +35,6 @@ _KNOWN_FIELDS = openai_in.SAMPLING_FIELDS | frozenset(
 )
 
 _REFUSED = {
-    "logprobs": "leave it out",
-    "top_logprobs": "leave it out",
     "functions": "declare tools",
     "function_call": "use tool_choice",
     "audio": "this server reads and writes text only",
@@ -51,30 +48,30 @@ def router(service: Service) -> APIRouter:
     @routes.post(PATH)
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
         body = await json_object(http, service.max_body_bytes)
-        is_streamed = openai_in.is_true(body, "stream")
+        service.check_room()
+        is_streamed = is_true(body, "stream")
         has_usage = openai_in.includes_usage(body)
-        job = service.submit(await service.encode(lambda: read(body)))
-        chunks = ChatChunks(service.model_id, has_usage=has_usage)
+        asked = await service.read(lambda: read(body))
+        ticket = await service.take(asked)
+        chunks = ChatChunks(asked, service.model_id, has_usage=has_usage)
         if is_streamed:
-            return EventStream(
-                job, ChunkStream(chunks, PATH, request_id(http)), service.keep_alive_s
-            )
-        return JSONResponse(chunks.completion(await whole(job, http, lambda event: None)))
+            return service.stream(ticket, ChunkStream(chunks, PATH, request_id(http)))
+        return service.whole(ticket, chunks, http)
 
     return routes
 
 
 def read(body: Object) -> Request:
     """The request that a body asks for. Raises BadRequest."""
-    note_unknown(PATH, body, _KNOWN_FIELDS)
+    note_unknown(PATH, body, KNOWN_FIELDS)
     openai_in.refuse(body, _REFUSED)
     openai_in.refuse_many(body)
     openai_in.refuse_format(body.get("response_format"), "response_format")
     openai_in.note_penalties(PATH, body)
     is_without_tools, tool = openai_in.tool_choice(body.get("tool_choice"))
     cleaned: Object = {
-        "model": openai_in.MODEL,
-        "messages": _messages(as_list(body.get("messages"), "messages")),
+        "model": converter.MODEL,
+        "messages": _messages(as_list(body.get("messages"), "messages", fields.MAX_MESSAGES)),
     }
     tools = _tools(body.get("tools"))
     if tools:
@@ -86,18 +83,19 @@ def read(body: Object) -> Request:
         # A call cannot begin before the reasoning has ended, so there is none.
         cleaned["thinking"] = {"type": "disabled"}
         cleaned.pop("reasoning_effort", None)
-    max_tokens = openai_in.integer(body, "max_completion_tokens")
+    max_tokens = fields.integer(body, "max_completion_tokens")
     if max_tokens is None:
-        max_tokens = openai_in.integer(body, "max_tokens")
+        max_tokens = fields.integer(body, "max_tokens")
     return Request(
-        conversation=openai_in.converted(
-            lambda: recipe.ChatCompletionRequest(cleaned).convert(openai_in.OPTIONS)
+        conversation=converter.converted(
+            lambda: recipe.ChatCompletionRequest(cleaned).convert(converter.OPTIONS)
         ),
-        sampling=openai_in.sampling(body),
+        sampling=fields.sampling(body),
         max_tokens=max_tokens,
-        stop=openai_in.stop_strings(body),
+        stop=fields.stop_strings(body.get("stop"), "stop"),
         starts_in_call=tool,
         parallel_calls=openai_in.is_parallel(body),
+        logprobs=logprobs.of_chat(body),
     )
 
 
@@ -107,7 +105,7 @@ def _thinking(body: Object) -> Object:
     effort = body.get("reasoning_effort")
     if effort is None and body.get("reasoning") is not None:
         effort = as_object(body["reasoning"], "reasoning").get("effort")
-    effort = openai_in.effort(PATH, effort)
+    effort = converter.effort(PATH, effort)
     if effort is not None:
         fields["reasoning_effort"] = effort
     if body.get("thinking") is not None:
@@ -119,7 +117,7 @@ def _thinking(body: Object) -> Object:
 def _messages(messages: list[Any]) -> list[Object]:
     """The messages as the converter takes them; a last one of the assistant is to be continued."""
     entries = [as_object(message, f"messages.{i}") for i, message in enumerate(messages)]
-    newest = max((i for i, m in enumerate(entries) if m.get("role") == "user"), default=-1)
+    newest = fields.newest_question([str(message.get("role")) for message in entries])
     cleaned = [_message(m, f"messages.{i}", is_newest=i == newest) for i, m in enumerate(entries)]
     if cleaned and cleaned[-1]["role"] == "assistant":
         if "tool_calls" in cleaned[-1]:
@@ -143,7 +141,7 @@ def _message(message: Object, where: str, *, is_newest: bool) -> Object:
             return {"role": "tool", "tool_call_id": id, "content": text}
         case _:
             raise BadRequest(
-                f"{where}.role: it is {role[:60]!r}, it must be system, developer, user, "
+                f"{where}.role: it is {quoted(role)}, it must be system, developer, user, "
                 "assistant or tool"
             )
 
@@ -178,7 +176,7 @@ def _call(call: Any, where: str) -> Object:
 
 def _tools(tools: Any) -> list[Object]:
     cleaned: list[Object] = []
-    for i, each in enumerate(as_list(tools or [], "tools")):
+    for i, each in enumerate(as_list(tools or [], "tools", fields.MAX_TOOLS)):
         tool = as_object(each, f"tools.{i}")
         if tool.get("type", "function") != "function":
             raise BadRequest(f"tools.{i}: functions are the only tools that are supported")
@@ -208,10 +206,14 @@ class _Head:
 class ChatChunks:
     """What the protocol says at each event of one answer; has_usage: the stream ends with it."""
 
-    def __init__(self, model_id: str, *, has_usage: bool) -> None:
+    def __init__(self, asked: Request, model_id: str, *, has_usage: bool) -> None:
         self._head = _Head(new_id("chatcmpl-"), now_s(), model_id)
         self._has_usage = has_usage
         self._index = -1  # of the call that is open
+        self._has_logprobs = asked.logprobs is not None
+        self._content: list[Object] = []  # their log probabilities
+        self._reasoning: list[Object] = []
+        self.body: Object = {}
 
     def start(self) -> Iterator[Object]:
         """The role comes at once."""
@@ -223,9 +225,11 @@ class ChatChunks:
             case Progress() | ToolCallEnd():
                 pass
             case ReasoningDelta(text):
-                yield self._chunk({"reasoning_content": text})
+                told = self._logprobs([], logprobs.entries(event.logprobs))
+                yield self._chunk({"reasoning_content": text}, logprobs=told)
             case TextDelta(text):
-                yield self._chunk({"content": text})
+                told = self._logprobs(logprobs.entries(event.logprobs), [])
+                yield self._chunk({"content": text}, logprobs=told)
             case ToolCallStart(id, name):
                 self._index += 1
                 call = _call_object(ToolCall(id, name, ""))
@@ -238,8 +242,19 @@ class ChatChunks:
                 if self._has_usage:
                     yield self._head.chunk("chat.completion.chunk", []) | {"usage": usage(event)}
 
-    def completion(self, end: End) -> Object:
-        """The whole answer."""
+    def add(self, event: Event) -> None:
+        """Take in an event, for the whole answer."""
+        match event:
+            case TextDelta():
+                self._content += logprobs.entries(event.logprobs)
+            case ReasoningDelta():
+                self._reasoning += logprobs.entries(event.logprobs)
+            case End():
+                self.body = self._completion(event)
+            case _:
+                pass
+
+    def _completion(self, end: End) -> Object:
         message: Object = {"role": "assistant", "content": end.text}
         if end.reasoning:
             message["reasoning_content"] = end.reasoning
@@ -249,13 +264,21 @@ class ChatChunks:
         choice: Object = {
             "index": 0,
             "message": message,
-            "logprobs": None,
+            "logprobs": self._logprobs(self._content, self._reasoning),
             "finish_reason": FINISH_REASONS[end.finish_reason],
         }
         return self._head.chunk("chat.completion", [choice]) | {"usage": usage(end)}
 
-    def _chunk(self, delta: Object, finish_reason: str | None = None) -> Object:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _logprobs(self, content: list[Object], reasoning: list[Object]) -> Object | None:
+        """OpenAI's two fields and the vendor's own, where they were asked for."""
+        if not self._has_logprobs:
+            return None
+        return {"content": content, "refusal": None, "reasoning_content": reasoning}
+
+    def _chunk(
+        self, delta: Object, finish_reason: str | None = None, *, logprobs: Object | None = None
+    ) -> Object:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = self._head.chunk("chat.completion.chunk", [choice])
         return chunk | {"usage": None} if self._has_usage else chunk
 

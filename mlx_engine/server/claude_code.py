@@ -18,8 +18,10 @@ def environment(
         "ANTHROPIC_AUTH_TOKEN": token,
         "ANTHROPIC_MODEL": model_id,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": model_id,
-        # A larger window than there is would put off the compaction for too long.
+        # A larger window than there is would put off the compaction for too long; versions that
+        # do not heed the first heed the second, from 100,000 tokens up.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(context_tokens),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(context_tokens),
         # Otherwise a stream that failed is sent once more, and a tool may run twice.
         "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(_PATIENCE_MS),

@@ -4,27 +4,26 @@ Owns what a body means, the chunks of a streamed answer and the whole one.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_engine.answer import TextDelta
 from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.respond import End, Event
-from mlx_engine.server import openai_in
+from mlx_engine.server import fields, logprobs, openai_in
 from mlx_engine.server.body import json_object, note_unknown
 from mlx_engine.server.errors import request_id
-from mlx_engine.server.openai_in import Object
+from mlx_engine.server.fields import Object, is_true
+from mlx_engine.server.logprobs import TextLogprobs
 from mlx_engine.server.openai_out import FINISH_REASONS, ChunkStream, new_id, now_s, usage
-from mlx_engine.server.service import Encoded, Service
-from mlx_engine.server.sse import EventStream, whole
+from mlx_engine.server.service import Service
 
 PATH = "/v1/completions"
 
-_KNOWN_FIELDS = openai_in.SAMPLING_FIELDS | frozenset(
+KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
     "best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt "
     "stop stream stream_options suffix user".split()
 )
@@ -45,37 +44,35 @@ def router(service: Service) -> APIRouter:
     @routes.post(PATH)
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
         body = await json_object(http, service.max_body_bytes)
-        is_streamed = openai_in.is_true(body, "stream")
+        service.check_room()
+        is_streamed = is_true(body, "stream")
         has_usage = openai_in.includes_usage(body)
-        is_echoed = openai_in.is_true(body, "echo")
-        encoded = await service.encode(lambda: read(body))
-        job = service.submit(_within(encoded, service.context_tokens))
+        is_echoed = is_true(body, "echo")
+        asked = await service.read(lambda: read(body))
+        ticket = await service.take(asked)
         echo = body["prompt"] if is_echoed else ""
-        chunks = TextChunks(service.model_id, _text(echo), has_usage=has_usage)
+        chunks = TextChunks(asked, service.model_id, _text(echo), has_usage=has_usage)
         if is_streamed:
-            stream = ChunkStream(chunks, PATH, request_id(http))
-            return EventStream(job, stream, service.keep_alive_s)
-        return JSONResponse(chunks.completion(await whole(job, http, lambda event: None)))
+            return service.stream(ticket, ChunkStream(chunks, PATH, request_id(http)))
+        return service.whole(ticket, chunks, http)
 
     return routes
 
 
 def read(body: Object) -> Request:
     """The request that a body asks for. Raises BadRequest."""
-    note_unknown(PATH, body, _KNOWN_FIELDS)
+    note_unknown(PATH, body, KNOWN_FIELDS)
     openai_in.refuse(body, _REFUSED)
-    # Here it is a number, and 0 asks for those of the tokens that were drawn.
-    if body.get("logprobs") is not None and body["logprobs"] is not False:
-        raise BadRequest("logprobs: it is not supported: leave it out")
     openai_in.refuse_many(body)
     openai_in.note_penalties(PATH, body)
-    max_tokens = openai_in.integer(body, "max_tokens")
+    max_tokens = fields.integer(body, "max_tokens")
     return Request(
         _text(body.get("prompt")),
         raw=True,
         max_tokens=_DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
-        sampling=openai_in.sampling(body),
-        stop=openai_in.stop_strings(body),
+        logprobs=logprobs.of_text(body),
+        sampling=fields.sampling(body),
+        stop=fields.stop_strings(body.get("stop"), "stop"),
     )
 
 
@@ -87,18 +84,10 @@ def _text(prompt: object) -> str:
     return prompt
 
 
-def _within(encoded: Encoded, context_tokens: int) -> Encoded:
-    """The same request, its answer no longer than the room that there is."""
-    request = encoded.request
-    room = max(context_tokens - encoded.prompt_tokens, 1)
-    max_tokens = min(request.max_tokens or room, room)
-    return replace(encoded, request=replace(request, max_tokens=max_tokens))
-
-
 class TextChunks:
     """What the protocol says at each event of one answer, which begins with `echo`."""
 
-    def __init__(self, model_id: str, echo: str, *, has_usage: bool) -> None:
+    def __init__(self, asked: Request, model_id: str, echo: str, *, has_usage: bool) -> None:
         self._head: Object = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -107,6 +96,8 @@ class TextChunks:
         }
         self._echo = echo
         self._has_usage = has_usage
+        self._logprobs = None if asked.logprobs is None else TextLogprobs(asked.logprobs)
+        self.body: Object = {}
 
     def start(self) -> Iterator[Object]:
         """The text that is continued, if it was asked for."""
@@ -117,7 +108,7 @@ class TextChunks:
         """What an event of the answer becomes."""
         match event:
             case TextDelta(text):
-                yield self._chunk(text)
+                yield self._chunk(text, logprobs=self._logprobs_of(event))
             case End():
                 yield self._chunk("", FINISH_REASONS[event.finish_reason])
                 if self._has_usage:
@@ -125,15 +116,24 @@ class TextChunks:
             case _:
                 pass
 
-    def completion(self, end: End) -> Object:
-        """The whole answer."""
-        choice = _choice(self._echo + end.text, FINISH_REASONS[end.finish_reason])
-        return self._head | {"choices": [choice], "usage": usage(end)}
+    def add(self, event: Event) -> None:
+        """Take in an event, for the whole answer."""
+        if isinstance(event, TextDelta):
+            self._logprobs_of(event)
+        elif isinstance(event, End):
+            text, reason = self._echo + event.text, FINISH_REASONS[event.finish_reason]
+            choice = _choice(text, reason, self._logprobs and self._logprobs.whole)
+            self.body = self._head | {"choices": [choice], "usage": usage(event)}
 
-    def _chunk(self, text: str, finish_reason: str | None = None) -> Object:
-        chunk = self._head | {"choices": [_choice(text, finish_reason)]}
+    def _logprobs_of(self, event: TextDelta) -> Object | None:
+        return self._logprobs and self._logprobs.add(event.text, event.logprobs)
+
+    def _chunk(
+        self, text: str, finish_reason: str | None = None, *, logprobs: Object | None = None
+    ) -> Object:
+        chunk = self._head | {"choices": [_choice(text, finish_reason, logprobs)]}
         return chunk | {"usage": None} if self._has_usage else chunk
 
 
-def _choice(text: str, finish_reason: str | None) -> Object:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(text: str, finish_reason: str | None, logprobs: Object | None) -> Object:
+    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

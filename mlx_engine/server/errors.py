@@ -20,6 +20,7 @@ _KINDS = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     529: "overloaded_error",
 }
@@ -57,10 +58,12 @@ def is_anthropic(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-def error_response(path: str, id: str, error: Exception) -> JSONResponse:
+def error_response(
+    path: str, id: str, error: Exception, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """The answer to a request that failed before anything was sent."""
     status = status_of(path, error)
-    headers: dict[str, str] = {}
+    headers = dict(headers or {})
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
     elif status == 503:
@@ -75,9 +78,21 @@ def error_body(path: str, id: str, error: Exception) -> Mapping[str, Any]:
     message = _message(error)
     if is_anthropic(path):
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": id}
-    code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
     kind = "server_error" if status >= 500 else kind
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": _code(error)}}
+
+
+def _code(error: Exception) -> str | None:
+    """What OpenAI's clients know an error by: to shorten the prompt, or to come back later."""
+    match error:
+        case ContextTooLong():
+            return "context_length_exceeded"
+        case Overloaded():
+            return "rate_limit_exceeded"
+        case Stopped():
+            return "server_is_overloaded"
+        case _:
+            return None
 
 
 def status_of(path: str, error: Exception) -> int:

@@ -5,15 +5,14 @@ whole message is put together from the same events, so that both forms always ag
 """
 
 import json
-import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from mlx_engine.answer import ReasoningDelta, TextDelta
 from mlx_engine.respond import End, Event, Progress
 from mlx_engine.server.errors import error_body
-from mlx_engine.server.service import Encoded
+from mlx_engine.server.fields import Object
 from mlx_engine.server.sse import server_sent
+from mlx_engine.server.ticket import Encoded, Ticket
 from mlx_engine.tool_calls import ToolCallDelta, ToolCallEnd, ToolCallStart
 
 PATH = "/v1/messages"
@@ -26,8 +25,6 @@ _STOP_REASONS = {
     "cancelled": "end_turn",
 }
 
-Object = dict[str, Any]
-
 
 class MessageEvents:
     """What the protocol says at each event of one answer.
@@ -35,16 +32,20 @@ class MessageEvents:
     The reasoning is shown and signed whatever the client asked to see: it sends both back.
     """
 
-    def __init__(self, encoded: Encoded, model_id: str) -> None:
-        self._encoded = encoded
+    def __init__(self, ticket: Ticket, model_id: str) -> None:
+        self._ticket = ticket
         self._model_id = model_id
         self._index = -1
         self._open: str | None = None  # the type of the block that is open
 
     def start(self) -> Object:
-        """The first event; how much of the prompt was known shows at the end only."""
+        """The first event; how much of the prompt was known shows at the end only.
+
+        So does its length, where it is not counted yet.
+        """
+        encoded = self._ticket.encoded
         message: Object = {
-            "id": f"msg_{secrets.token_hex(12)}",
+            "id": f"msg_{self._ticket.id}",
             "type": "message",
             "role": "assistant",
             "model": self._model_id,
@@ -52,7 +53,7 @@ class MessageEvents:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {
-                "input_tokens": self._encoded.prompt_tokens,
+                "input_tokens": encoded.prompt_tokens if encoded else 0,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": 0,
                 "output_tokens": 0,
@@ -96,7 +97,7 @@ class MessageEvents:
         if self._open is None:
             return
         if self._open == "thinking":
-            yield self._delta("signature_delta", signature=self._encoded.request.signature)
+            yield self._delta("signature_delta", signature=self._ticket.request.signature)
         self._open = None
         yield {"type": "content_block_stop", "index": self._index}
 
@@ -114,15 +115,16 @@ class MessageEvents:
                 else _STOP_REASONS[end.finish_reason],
                 "stop_sequence": end.stop_string if is_stop_string else None,
             },
-            "usage": _usage(end, self._encoded),
+            "usage": _usage(end, self._ticket.encoded),
         }
 
 
-def _usage(end: End, encoded: Encoded) -> Object:
+def _usage(end: End, encoded: Encoded | None) -> Object:
     """The prompt's tokens in three: known before, computed and kept for later prompts, and others.
 
     All that is computed up to the answer's header is kept.
     """
+    assert encoded is not None
     read = end.cached_tokens
     # The prompt may have been spelled otherwise when it was counted, but for its end.
     kept = encoded.head_tokens + end.prompt_tokens - encoded.prompt_tokens
@@ -165,7 +167,7 @@ class WholeMessage:
 
     def __init__(self, events: MessageEvents) -> None:
         self._events = events
-        self.message: Object = events.start()["message"]
+        self.body: Object = events.start()["message"]
         self._json = ""
 
     def add(self, event: Event) -> None:
@@ -174,7 +176,7 @@ class WholeMessage:
             self._apply(each)
 
     def _apply(self, event: Object) -> None:
-        content: list[Object] = self.message["content"]
+        content: list[Object] = self.body["content"]
         match event["type"]:
             case "content_block_start":
                 content.append(event["content_block"])
@@ -185,8 +187,8 @@ class WholeMessage:
                 if content[-1]["type"] == "tool_use":
                     content[-1]["input"] = json.loads(self._json or "{}")
             case "message_delta":
-                self.message |= event["delta"]
-                self.message["usage"] = event["usage"]
+                self.body |= event["delta"]
+                self.body["usage"] = event["usage"]
             case _:
                 pass
 

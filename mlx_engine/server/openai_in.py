@@ -1,58 +1,16 @@
 """What the bodies of OpenAI's protocols have in common, made into this engine's terms.
 
-Owns the reading of single fields, and what is refused because the answer would not be what was
-asked for. A field that has no effect is noted in the log; what a whole body means is the
-endpoints' part.
+Owns the fields that they share, and what is refused because the answer would not be what was asked
+for. A field that has no effect is noted in the log; what a whole body means is the endpoints' part.
 """
 
 import json
-from collections.abc import Callable
 from typing import Any, cast
 
-import deepseek_recipe as recipe
-
 from mlx_engine.errors import BadRequest
-from mlx_engine.sampling import Sampling
 from mlx_engine.server.body import IMAGE_NOTE, note
+from mlx_engine.server.fields import Object, as_object, as_string, integer, is_true, quoted
 from mlx_engine.tool_calls import ANY_TOOL
-
-Object = dict[str, Any]
-
-MODEL = "ds41"
-OPTIONS = recipe.ConversionOptions().with_model_alias(MODEL, recipe.ModelVersion.DeepseekV41Flash)
-
-SAMPLING_FIELDS = frozenset("temperature top_p min_p seed top_k".split())
-
-_EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"}
-
-
-def as_object(value: Any, where: str) -> Object:
-    """The value as an object. Raises BadRequest."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"{where}: it is an object")
-    return cast(Object, value)
-
-
-def as_list(value: Any, where: str) -> list[Any]:
-    """The value as a list. Raises BadRequest."""
-    if not isinstance(value, list):
-        raise BadRequest(f"{where}: it is a list")
-    return cast(list[Any], value)
-
-
-def as_string(value: Any, where: str) -> str:
-    """The value as a string. Raises BadRequest."""
-    if not isinstance(value, str):
-        raise BadRequest(f"{where}: it is missing, or no string")
-    return value
-
-
-def is_true(body: Object, name: str) -> bool:
-    """Whether a flag is set; null is no. Raises BadRequest for what is no flag."""
-    value = body.get(name)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise BadRequest(f"{name}: it is true or false")
 
 
 def includes_usage(body: Object) -> bool:
@@ -64,37 +22,6 @@ def includes_usage(body: Object) -> bool:
 def is_parallel(body: Object) -> bool:
     """Whether the answer may hold several calls. Raises BadRequest."""
     return body.get("parallel_tool_calls") is None or is_true(body, "parallel_tool_calls")
-
-
-def integer(body: Object, name: str) -> int | None:
-    """A whole number, None where there is none. Raises BadRequest."""
-    value = body.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise BadRequest(f"{name}: it is a whole number")
-
-
-def sampling(body: Object) -> Sampling:
-    """How tokens are drawn, as the body says. Raises BadRequest, for top_k too."""
-    if (integer(body, "top_k") or 0) > 0:
-        raise BadRequest("top_k: it is not supported: leave it out, or use top_p or min_p")
-    values: Object = {"seed": integer(body, "seed")}
-    for name in ("temperature", "top_p", "min_p"):
-        value = body.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float | None):
-            raise BadRequest(f"{name}: it is a number")
-        values[name] = value
-    return Sampling(**{name: value for name, value in values.items() if value is not None})
-
-
-def stop_strings(body: Object) -> list[str]:
-    """The strings that end the answer. Raises BadRequest."""
-    stop = body.get("stop")
-    if stop is None:
-        return []
-    return [
-        as_string(s, "stop") for s in ([stop] if isinstance(stop, str) else as_list(stop, "stop"))
-    ]
 
 
 def refuse_many(body: Object) -> None:
@@ -123,14 +50,6 @@ def note_penalties(path: str, body: Object) -> None:
     for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
         if body.get(name):
             note(f"{path}: {name} has no effect")
-
-
-def effort(path: str, value: Any) -> str | None:
-    """The effort that is meant, None where none is given or it is not known."""
-    if value is None or (isinstance(value, str) and value in _EFFORTS):
-        return value
-    note(f"{path}: the effort {str(value)[:20]!r} is not known and counts as high")
-    return None
 
 
 def tool_choice(choice: Any) -> tuple[bool, str | None]:
@@ -173,7 +92,7 @@ def text_of(path: str, content: Any, where: str, *, is_newest: bool) -> str:
                 "out"
             )
         else:
-            note(f"{path}: a part {kind[:60]!r} is not shown to the model")
+            note(f"{path}: a part {quoted(kind)} is not shown to the model")
             is_image = kind in ("image_url", "input_image", "image")
             texts.append(
                 IMAGE_NOTE if is_image else f"[{kind[:60]} not shown: this server reads text only]"
@@ -200,22 +119,3 @@ def arguments_text(arguments: Any, where: str) -> str:
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     return as_string(arguments if arguments is not None else "{}", where)
-
-
-def converted(convert: Callable[[], recipe.ConversationRequest]) -> recipe.Conversation:
-    """What the vendor's converter makes of a body. Raises BadRequest where it refuses."""
-    try:
-        return convert().conversation
-    except recipe.ConversionError as error:
-        raise BadRequest(_sentence(error)) from None
-    except UnicodeError:
-        raise BadRequest("a text is not Unicode: it holds half of a surrogate pair") from None
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise BadRequest(str(error)) from None
-
-
-def _sentence(error: recipe.ConversionError) -> str:
-    try:
-        return str(json.loads(error.body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error)

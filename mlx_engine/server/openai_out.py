@@ -7,13 +7,12 @@ endpoints' part.
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlx_engine.respond import End, Event
 from mlx_engine.server.errors import error_body
+from mlx_engine.server.fields import Object
 from mlx_engine.server.sse import server_sent
-
-Object = dict[str, Any]
 
 # Nobody reads what a cancelled answer says of itself.
 FINISH_REASONS = {

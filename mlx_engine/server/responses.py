@@ -4,24 +4,24 @@ Owns the grammar of the stream: one item open at a time, each closed with all th
 whole response is put together by the same events. What a body means is responses_in's part.
 """
 
-import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_engine.answer import ReasoningDelta, TextDelta
 from mlx_engine.respond import End, Event, Progress
-from mlx_engine.server import openai_in, responses_in
+from mlx_engine.server import responses_in
 from mlx_engine.server.body import json_object
 from mlx_engine.server.errors import error_body, request_id
-from mlx_engine.server.openai_in import Object
+from mlx_engine.server.fields import Object, is_true
+from mlx_engine.server.logprobs import entries
 from mlx_engine.server.openai_out import new_id, now_s
 from mlx_engine.server.responses_in import PATH, Asked
 from mlx_engine.server.service import Service
-from mlx_engine.server.sse import EventStream, server_sent, whole
+from mlx_engine.server.sse import server_sent
 from mlx_engine.tool_calls import ToolCallDelta, ToolCallEnd, ToolCallStart
 
 
@@ -32,24 +32,23 @@ def router(service: Service) -> APIRouter:
     @routes.post(PATH)
     async def _create(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
         body = await json_object(http, service.max_body_bytes)
-        is_streamed = openai_in.is_true(body, "stream")
-        asked = await asyncio.to_thread(responses_in.read, body)
-        job = service.submit(await service.encode(asked.request))
+        service.check_room()
+        is_streamed = is_true(body, "stream")
+        asked = await service.read(lambda: responses_in.read(body))
+        ticket = await service.take(asked.request)
         events = ResponseEvents(asked, service.model_id)
         if is_streamed:
-            stream = ResponseStream(events, request_id(http))
-            return EventStream(job, stream, service.keep_alive_s)
-        await whole(job, http, events.add)
-        return JSONResponse(events.response)
+            return service.stream(ticket, ResponseStream(events, request_id(http)))
+        return service.whole(ticket, events, http)
 
     return routes
 
 
 class ResponseEvents:
-    """What the protocol says at each event of one answer; `response` is what it has come to."""
+    """What the protocol says at each event of one answer; `body` is what it has come to."""
 
     def __init__(self, asked: Asked, model_id: str) -> None:
-        self.response: Object = {
+        self.body: Object = {
             "id": new_id("resp_"),
             "object": "response",
             "created_at": now_s(),
@@ -64,11 +63,16 @@ class ResponseEvents:
         self._n_sent = 0
         self._item: Object | None = None
         self._parts: list[str] = []  # of what the open item says
+        self._logprobs: list[Object] = []
 
     def start(self) -> Iterator[Object]:
         """What is said before the answer has begun."""
         yield self._event("response.created", response=self._snapshot())
-        yield self._event("response.in_progress", response=self._snapshot())
+        yield self.in_progress()
+
+    def in_progress(self) -> Object:
+        """What says that the answer is still being made."""
+        return self._event("response.in_progress", response=self._snapshot())
 
     def add(self, event: Event) -> None:
         """Take in an event of the answer, for the whole response."""
@@ -78,14 +82,17 @@ class ResponseEvents:
     def events(self, event: Event) -> Iterator[Object]:
         """What an event of the answer becomes."""
         match event:
-            case Progress():
+            # What comes next closes a call: the end may say that it was cut.
+            case Progress() | ToolCallEnd():
                 pass
             case ReasoningDelta(text):
                 yield from self._begin_text("reasoning", "reasoning_text")
                 yield self._say("response.reasoning_text.delta", text, content_index=0)
             case TextDelta(text):
                 yield from self._begin_text("message", "output_text")
-                yield self._say("response.output_text.delta", text, content_index=0, logprobs=[])
+                new = entries(event.logprobs)
+                self._logprobs += new
+                yield self._say("response.output_text.delta", text, content_index=0, logprobs=new)
             case ToolCallStart(id, name):
                 yield from self._close()
                 yield from self._begin_call(id, name)
@@ -94,8 +101,6 @@ class ResponseEvents:
                     self._parts.append(fragment)
                 else:
                     yield self._say("response.function_call_arguments.delta", fragment)
-            case ToolCallEnd():
-                yield from self._close()
             case End():
                 yield from self._close(is_cut=event.finish_reason == "length")
                 yield self._end(event)
@@ -104,7 +109,7 @@ class ResponseEvents:
         """How the response ends for an error."""
         told = error_body(PATH, request_id, error)["error"]
         code = told["code"] or told["type"]
-        self.response |= {
+        self.body |= {
             "status": "failed",
             "error": {"code": code, "message": told["message"]},
         }
@@ -115,11 +120,11 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._n_sent - 1, **content}
 
     def _snapshot(self) -> Object:
-        return self.response | {"output": [*self.response["output"]]}
+        return self.body | {"output": [*self.body["output"]]}
 
     @property
     def _output_index(self) -> int:
-        return len(self.response["output"])
+        return len(self.body["output"])
 
     def _on_item(self, kind: str, **content: object) -> Object:
         assert self._item is not None
@@ -131,7 +136,7 @@ class ResponseEvents:
         return self._on_item(kind, delta=text, **content)
 
     def _begin(self, item: Object) -> Iterator[Object]:
-        self._item, self._parts = item, []
+        self._item, self._parts, self._logprobs = item, [], []
         yield self._event(
             "response.output_item.added", output_index=self._output_index, item=dict(item)
         )
@@ -185,21 +190,21 @@ class ResponseEvents:
                 yield self._on_item("response.custom_tool_call_input.done", input=said)
         item["status"] = "incomplete" if is_cut else "completed"
         yield self._event("response.output_item.done", output_index=self._output_index, item=item)
-        self.response["output"].append(item)
+        self.body["output"].append(item)
         self._item = None
 
     def _close_text(self, kind: str, said: str) -> Iterator[Object]:
         assert self._item is not None
-        part = _part(kind, said)
+        part = _part(kind, said, self._logprobs)
         self._item["content"] = [part]
-        logprobs: Object = {"logprobs": []} if kind == "output_text" else {}
+        logprobs: Object = {"logprobs": self._logprobs} if kind == "output_text" else {}
         yield self._on_item(f"response.{kind}.done", content_index=0, text=said, **logprobs)
         yield self._on_item("response.content_part.done", content_index=0, part=part)
 
     def _end(self, end: End) -> Object:
         is_cut = end.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
-        self.response |= {
+        self.body |= {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": _usage(end),
@@ -207,8 +212,8 @@ class ResponseEvents:
         return self._event(f"response.{status}", response=self._snapshot())
 
 
-def _part(kind: str, text: str) -> Object:
-    extra: Object = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+def _part(kind: str, text: str, logprobs: Sequence[Object] = ()) -> Object:
+    extra: Object = {"annotations": [], "logprobs": [*logprobs]} if kind == "output_text" else {}
     return {"type": kind, "text": text} | extra
 
 
@@ -243,7 +248,8 @@ class ResponseStream:
         return map(_bytes, self._events.events(event))
 
     def keep_alive(self) -> bytes:
-        return b": the answer is being computed\n\n"
+        # Codex gives up after five minutes without an event, and comments are none to it.
+        return _bytes(self._events.in_progress())
 
     def failure(self, error: Exception) -> Iterable[bytes]:
         yield _bytes(self._events.failure(error, self._request_id))

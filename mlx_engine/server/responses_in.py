@@ -13,13 +13,13 @@ import deepseek_recipe as recipe
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
-from mlx_engine.server import openai_in
+from mlx_engine.server import converter, fields, logprobs, openai_in
 from mlx_engine.server.body import note, note_unknown
-from mlx_engine.server.openai_in import Object, as_list, as_object, as_string
+from mlx_engine.server.fields import Object, as_list, as_object, as_string, quoted
 
 PATH = "/v1/responses"
 
-_KNOWN_FIELDS = openai_in.SAMPLING_FIELDS | frozenset(
+KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
     "background client_metadata conversation include input instructions max_output_tokens metadata "
     "model parallel_tool_calls previous_response_id prompt prompt_cache_key reasoning "
     "safety_identifier service_tier store stream stream_options text tool_choice tools "
@@ -31,7 +31,6 @@ _REFUSED = {
     "conversation": "nothing is stored here, send the whole conversation as input",
     "prompt": "send its text as instructions or input",
     "background": "leave it out, and wait for the answer",
-    "top_logprobs": "leave it out",
 }
 
 _MESSAGE_ROLES = ("user", "assistant", "system", "developer")
@@ -53,35 +52,36 @@ class Asked:
 
 def read(body: Object) -> Asked:
     """What a body asks for. Raises BadRequest."""
-    note_unknown(PATH, body, _KNOWN_FIELDS)
+    note_unknown(PATH, body, KNOWN_FIELDS)
     openai_in.refuse(body, _REFUSED)
     text = as_object(body.get("text") or {}, "text")
+    note_unknown(f"{PATH} text", text, ("format",))
     openai_in.refuse_format(text.get("format"), "text.format")
     is_without_tools, tool = openai_in.tool_choice(body.get("tool_choice"))
     items = _items(body.get("input"))
-    cleaned: Object = {"model": openai_in.MODEL, "input": items}
+    cleaned: Object = {"model": converter.MODEL, "input": items}
+    if body.get("truncation") not in (None, "disabled"):
+        note(f"{PATH}: truncation has no effect, a prompt that is too long is refused")
     if body.get("instructions") is not None:
         cleaned["instructions"] = as_string(body["instructions"], "instructions")
-    tools = list(_tools(as_list(body.get("tools") or [], "tools")))
+    tools = list(_tools(as_list(body.get("tools") or [], "tools", fields.MAX_TOOLS)))
     if tools:
         cleaned["tools"] = tools
         if is_without_tools:
             cleaned["tool_choice"] = "none"
     reasoning = as_object(body.get("reasoning") or {}, "reasoning")
     # A call cannot begin before the reasoning has ended, so there is none.
-    effort = "none" if tool else openai_in.effort(PATH, reasoning.get("effort"))
+    effort = "none" if tool else converter.effort(PATH, reasoning.get("effort"))
     if effort is not None:
         cleaned["reasoning"] = {"effort": effort}
     namespaces: dict[str, tuple[str, str]] = {}
 
     def convert() -> recipe.ConversationRequest:
         request = recipe.ResponsesRequest(cleaned)
-        namespaces.update(request.namespace_tool_map(openai_in.OPTIONS))
-        return request.convert(openai_in.OPTIONS)
+        namespaces.update(request.namespace_tool_map(converter.OPTIONS))
+        return request.convert(converter.OPTIONS)
 
-    conversation = openai_in.converted(convert)
-    if conversation.messages[-1].role == "assistant":
-        conversation = _continued(conversation)
+    conversation = converter.continued(converter.converted(convert))
     signatures = _signatures(items)
     is_known = len(signatures) == sum(m.role == "assistant" for m in conversation.messages)
     return Asked(
@@ -89,10 +89,11 @@ def read(body: Object) -> Asked:
             conversation=conversation,
             signatures=signatures if is_known else (),
             signature=secrets.token_urlsafe(32),
-            sampling=openai_in.sampling(body),
-            max_tokens=openai_in.integer(body, "max_output_tokens"),
+            sampling=fields.sampling(body),
+            max_tokens=fields.integer(body, "max_output_tokens"),
             starts_in_call=tool,
             parallel_calls=openai_in.is_parallel(body),
+            logprobs=logprobs.of_responses(body),
         ),
         _echo(body, reasoning),
         frozenset(each["name"] for each in tools if each["type"] == "custom"),
@@ -100,29 +101,25 @@ def read(body: Object) -> Asked:
     )
 
 
-def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
-    """The same conversation with its last answer left open."""
-    *messages, last = conversation.messages
-    if last.tool_calls:
-        raise BadRequest("the last item calls a tool: add an item with its output")
-    messages.append(recipe.AssistantMessage(last.content, last.reasoning_content, None, True))
-    return recipe.Conversation(
-        messages,
-        thinking_mode=conversation.thinking_mode,
-        tools=conversation.tools,
-        tool_choice=conversation.tool_choice,
-        reasoning_effort=conversation.reasoning_effort,
-    )
-
-
 def _items(given: Any) -> list[Object]:
     """The items of the conversation as the converter takes them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    entries = [as_object(e, f"input.{i}") for i, e in enumerate(as_list(given, "input"))]
-    newest = max((i for i, e in enumerate(entries) if e.get("role") == "user"), default=-1)
+    entries = [
+        as_object(e, f"input.{i}")
+        for i, e in enumerate(as_list(given, "input", fields.MAX_MESSAGES))
+    ]
+    newest = fields.newest_question([_speaker(entry) for entry in entries])
     items = (_item(e, f"input.{i}", is_newest=i == newest) for i, e in enumerate(entries))
     return [item for item in items if item is not None]
+
+
+def _speaker(item: Object) -> str:
+    """Who wrote an item: user, assistant, or tool."""
+    kind = str(item.get("type", "message"))
+    if kind == "message":
+        return str(item.get("role"))
+    return "tool" if kind.endswith("_output") else "assistant"
 
 
 def _item(item: Object, where: str, *, is_newest: bool) -> Object | None:
@@ -161,7 +158,7 @@ def _item(item: Object, where: str, *, is_newest: bool) -> Object | None:
         case "item_reference":
             raise BadRequest(f"{where}: nothing is stored here, send the item itself")
         case _:
-            note(f"{PATH}: an item {str(kind)[:60]!r} is left out")
+            note(f"{PATH}: an item {quoted(kind)} is left out")
             return None
 
 
@@ -196,7 +193,7 @@ def _tools(tools: Iterable[Any]) -> Iterator[Object]:
             inner = as_list(tool.get("tools") or [], f"tools.{i}.tools")
             yield tool | {"tools": list(_tools(inner))}
         else:
-            note(f"{PATH}: a tool of the type {kind[:60]!r} is left out, nothing runs it here")
+            note(f"{PATH}: a tool of the type {quoted(kind)} is left out, nothing runs it here")
 
 
 def _echo(body: Object, reasoning: Object) -> Object:
@@ -213,6 +210,7 @@ def _echo(body: Object, reasoning: Object) -> Object:
         "text": {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
         "truncation": "disabled",
         "user": body.get("user"),

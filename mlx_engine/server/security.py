@@ -17,15 +17,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_engine.errors import BadRequest
 from mlx_engine.server.errors import ApiError, error_response
 from mlx_engine.worker import describe
 
 log = logging.getLogger(__name__)
 
-# They say nothing about anybody, and probes carry no key.
-_OPEN_PATHS = {"/health", "/api/hello"}
+# They say nothing about anybody, and probes carry no key, nor does a browser at first.
+_OPEN_PATHS = {"/", "/health", "/api/hello"}
 
 _MAX_PATH_CHARACTERS = 100
+
+# Browsers leave them out.
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Gate:
                 added["request-id"] = added["x-request-id"] = id
                 if origin in self._access.origins:
                     added["access-control-allow-origin"] = origin or ""
+                    added["access-control-expose-headers"] = "request-id, retry-after"
                     added.append("vary", "origin")
             await send(message)
 
@@ -104,7 +109,7 @@ class Gate:
         error = self._forbidden(headers)
         if error is None and scope["method"] == "OPTIONS" and headers.get("origin"):
             return _preflight(headers)
-        if error is None and not self._is_open(scope) and not self._has_key(headers):
+        if error is None and scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
             error = ApiError(
                 401, "the API key is missing or wrong: send it as x-api-key, or as a bearer token"
             )
@@ -133,10 +138,6 @@ class Gate:
         except ValueError:
             return False
         return True
-
-    def _is_open(self, scope: Scope) -> bool:
-        is_probe = scope["path"] == "/" and scope["method"] == "HEAD"
-        return is_probe or scope["path"] in _OPEN_PATHS
 
     def _has_key(self, headers: Headers) -> bool:
         key = self._access.api_key
@@ -175,5 +176,24 @@ def _netloc(origin: str) -> str:
 
 
 def origins(named: Iterable[str]) -> frozenset[str]:
-    """Origins as browsers write them: without a slash at the end."""
-    return frozenset(origin.rstrip("/") for origin in named)
+    """Origins as browsers write them. Raises BadRequest for what is none."""
+    return frozenset(map(_origin, named))
+
+
+def _origin(name: str) -> str:
+    try:
+        url = urlsplit(name)
+        port = url.port
+    except ValueError:
+        url, port = urlsplit(""), None
+    if (
+        not (url.scheme and url.hostname)
+        or url.path not in ("", "/")
+        or any(mark in name for mark in "*@?# ")
+    ):
+        raise BadRequest(
+            f"the origin {name!r} is none: give scheme, name and port, as https://app.example"
+        )
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    is_default = port in (None, _DEFAULT_PORTS.get(url.scheme))
+    return f"{url.scheme}://{host}" if is_default else f"{url.scheme}://{host}:{port}"

@@ -1,18 +1,30 @@
 """Service: what every protocol needs of the engine behind the server.
 
 Owns the model's name to the outside, and the way of a request from its prompt's length into the
-queue. Protocols know the worker through it.
+queue, as far as there is room. Protocols know the worker through it.
 """
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from mlx_engine.job import Job
+from starlette.requests import Request as HttpRequest
+
+from mlx_engine.job import Overloaded
+from mlx_engine.prompt import Bounds, TooManyTokens
 from mlx_engine.respond import Request
 from mlx_engine.server.body import MAX_BODY_BYTES
-from mlx_engine.server.errors import PromptTooLong
-from mlx_engine.server.sse import KEEP_ALIVE_S
+from mlx_engine.server.errors import PromptTooLong, request_id
+from mlx_engine.server.sse import (
+    KEEP_ALIVE_S,
+    WHOLE_SILENCE_S,
+    Answer,
+    EventStream,
+    WholeAnswer,
+    Writer,
+)
+from mlx_engine.server.ticket import Encoded, Ticket
 from mlx_engine.tokenizer import Tokenizer
 from mlx_engine.worker import Worker
 
@@ -20,54 +32,106 @@ from mlx_engine.worker import Worker
 MODEL_ID = "ds41"
 MODEL_NAME = "DeepSeek-V4.1-Flash"
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Encoded:
-    """A request with the length of its prompt.
 
-    head_tokens: of them, those up to where the answer's header begins, which are kept for later
-    prompts.
-    """
+# How long an answer waits for the count of its prompt before it begins: what is refused by then has
+# a status of its own.
+COUNT_S = 0.5
 
-    request: Request
-    prompt_tokens: int
-    head_tokens: int
+# Bodies that wait for a thread, or have one.
+_MAX_READING = 64
 
 
 @dataclass(frozen=True)
 class Service:
     """The worker, and what can be said of its model before it is loaded.
 
-    keep_alive_s: the longest silence of a stream.
+    keep_alive_s: the longest silence of a stream. whole_silence_s: the longest before the first
+    byte of an answer that is not streamed. count_s: how long any waits for its prompt's count.
     """
 
     worker: Worker
     tokenizer: Tokenizer
     context_tokens: int
     model_id: str = MODEL_ID
+    model_name: str = MODEL_NAME
     keep_alive_s: float = KEEP_ALIVE_S
+    whole_silence_s: float = WHOLE_SILENCE_S
     max_body_bytes: int = MAX_BODY_BYTES
+    count_s: float = COUNT_S
+    _reading: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_MAX_READING), init=False, repr=False
+    )
 
-    async def encode(self, make: Request | Callable[[], Request]) -> Encoded:
-        """Count the tokens of a request's prompt, in another thread; `make` may make it there.
+    def check_room(self) -> None:
+        """Refuse, before its prompt is rendered, what could not be answered then.
 
-        Raises what it does.
+        Raises Overloaded, Stopped.
         """
-        return await asyncio.to_thread(self._encode, make)
+        self.worker.check_room()
 
-    def _encode(self, make: Request | Callable[[], Request]) -> Encoded:
-        request = make if isinstance(make, Request) else make()
+    async def read(self, work: Callable[[], T]) -> T:
+        """What `work` makes of a body, in another thread. Raises what it does, and Overloaded."""
+        if self._reading.locked():
+            raise Overloaded(f"{_MAX_READING} prompts are being read already: try again later")
+        async with self._reading:
+            return await asyncio.to_thread(work)
+
+    async def encode(self, request: Request, bounds: Bounds | None = None) -> Encoded:
+        """Count the tokens of a request's prompt, in another thread.
+
+        Raises Overloaded, and by `bounds` TooManyTokens and Cancelled.
+        """
+        return await self.read(lambda: self._encode(request, bounds))
+
+    def _encode(self, request: Request, bounds: Bounds | None) -> Encoded:
         engine = self.worker.engine
-        prompt = request.encode(self.tokenizer, engine.turns if engine else None)
-        prompt_tokens = len(prompt.token_ids)
+        prompt = request.encode(self.tokenizer, engine.turns if engine else None, bounds)
         head_tokens = prompt.anchors[-1] if prompt.anchors else 0
-        return Encoded(request, prompt_tokens, head_tokens)
+        return Encoded(len(prompt.token_ids), head_tokens)
 
-    def submit(self, encoded: Encoded) -> Job:
-        """Put a request into the queue.
+    async def take(self, request: Request) -> Ticket:
+        """Put a request into the queue when its prompt is counted, for which it waits `count_s`.
 
-        Raises PromptTooLong when its prompt leaves no room for an answer, Overloaded, Stopped.
+        What fails by then is raised, and told by the ticket later: PromptTooLong when the prompt
+        leaves no room for an answer, Overloaded, Stopped.
         """
-        if encoded.prompt_tokens >= self.context_tokens:
-            raise PromptTooLong(encoded.prompt_tokens, self.context_tokens - 1)
-        return self.worker.submit(encoded.request)
+        ticket = Ticket(request)
+        ticket.placing = asyncio.create_task(self._place(ticket))
+        done, _ = await asyncio.wait((ticket.placing,), timeout=self.count_s)
+        for placing in done:
+            placing.result()
+        return ticket
+
+    async def _place(self, ticket: Ticket) -> None:
+        request = ticket.request
+        # The message that tells how much to leave out wants the whole number, but not at any cost.
+        bounds = Bounds(2 * self.context_tokens, ticket.is_cancelled.is_set)
+        try:
+            encoded = await self.encode(request, bounds)
+            prompt_tokens = encoded.prompt_tokens
+        except TooManyTokens as error:
+            encoded, prompt_tokens = None, error.least_tokens
+        room = self.context_tokens - prompt_tokens
+        if encoded is None or room < 1:
+            raise PromptTooLong(prompt_tokens, self.context_tokens - 1)
+        if request.max_tokens is not None:
+            request = replace(request, max_tokens=min(request.max_tokens, room))
+        ticket.encoded = encoded
+        ticket.job = self.worker.submit(request, ticket.id)
+
+    def stream(self, ticket: Ticket, writer: Writer) -> EventStream:
+        """An answer as a stream of events."""
+        return EventStream(ticket, writer, self.keep_alive_s)
+
+    def whole(self, ticket: Ticket, answer: Answer, http: HttpRequest) -> WholeAnswer:
+        """An answer as a whole."""
+        return WholeAnswer(
+            ticket,
+            answer,
+            path=http.url.path,
+            request_id=request_id(http),
+            silence_s=self.whole_silence_s,
+            keep_alive_s=self.keep_alive_s,
+        )

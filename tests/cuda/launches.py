@@ -29,6 +29,7 @@ from mlx_engine.ops.mhc import (
     mhc_enter,
     mhc_expand,
 )
+from mlx_engine.ops.project import mhc_project
 from mlx_engine.ops.rope import Rotation
 from mlx_engine.ops.router import Router, mhc_route
 from mlx_engine.ops.sampling import draw
@@ -105,6 +106,7 @@ def _experts(T: int, dtype: mx.Dtype) -> None:
     router = Router(ffn.gate_weight, ffn.gate_bias, K, 1.0, True, 1.5)
     _, x, _, routing = mhc_route(h, streams, last, last.pre, to, router)
     moe(x, routing, ffn, limit=10.0)
+    mhc_project(h, streams, last, last.pre, to, fp8(LATENT, D), fp8(HEAD, D))
     routing.chosen()
 
 

@@ -108,6 +108,21 @@ def test_an_array_without_axes_is_a_value_to_the_body(launched: list[dict[str, A
     assert launched[0]["scalars"] == [5]
 
 
+def test_a_length_that_a_stand_in_does_not_have_is_zero(launched: list[dict[str, Any]]) -> None:
+    kernel = CudaKernels()(
+        name="body", input_names=["x", "eps"], output_names=["out"], source=BODY, header=""
+    )
+    kernel(
+        inputs=[mx.zeros((3,), mx.bfloat16), 1.0],
+        template=[("T", mx.float32), ("N", 2), ("IS_ON", True)],
+        grid=(64, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(64,)],
+        output_dtypes=[mx.float32],
+    )
+    assert launched[0]["scalars"] == [1.0, 0]
+
+
 @pytest.mark.parametrize("has_metal", [True, False])
 def test_the_gpu_here_gets_its_own_kernels(
     has_metal: bool, monkeypatch: pytest.MonkeyPatch

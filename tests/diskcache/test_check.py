@@ -8,7 +8,7 @@ from mlx_engine.diskcache import check, names
 from mlx_engine.errors import CacheUnusable
 from tests.diskcache.content import FLUSH_S, begin, folder_bytes, opened, restored, tail, tokens
 from tests.diskcache.recording import HastyFiles
-from tests.diskcache.support import names_of
+from tests.diskcache.support import names_of, saved
 
 IDS = tokens(1, 6000)
 FORK = tokens(2, 2000, after=IDS[:3000])
@@ -42,6 +42,12 @@ def filled(folder: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def remove_foreign(folder: Path) -> None:
+    for name in FOREIGN:
+        (folder / name).unlink()
+    (folder / "photos").rmdir()
 
 
 @pytest.fixture
@@ -166,28 +172,47 @@ def test_purge_leaves_what_is_not_ours(folder: Path) -> None:
     gone = check.purge(folder, files=FILES)
     assert planned.names == gone.names
     left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    ours = {names.MARKER_NAME, names.LOCK_NAME}
+    # Without them the next run would take the folder for somebody else's.
+    ours = {names.MARKER_NAME, names.LOCK_NAME, names.NO_INDEX_NAME}
     assert left == {*FOREIGN, *ours, str(kept.relative_to(folder))}
     assert [path.name for path in folder.glob("kv-*")] == [kept.parent.name]
     assert gone.left_bytes == folder_bytes(folder)
 
 
-def test_a_running_cache_notices(folder: Path) -> None:
+def test_purge_leaves_nothing_of_ours(folder: Path) -> None:
+    remove_foreign(folder)
+    (folder / names.partial_name(0)).write_bytes(b"half")
+    before = folder_bytes(folder)
+    planned = check.purge(folder, dry_run=True, files=FILES)
+    gone = check.purge(folder, files=FILES)
+    assert planned.names == gone.names
+    assert (gone.n_bytes, gone.left_bytes) == (before, 0)
+    assert list(folder.iterdir()) == [] and check.is_empty(folder)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_running_cache_notices(
+    folder: Path, is_shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not is_shared:
+        remove_foreign(folder)
     with opened(folder) as cache:
         assert cache.lookup(IDS) == 6000
         check.purge(folder, files=FILES)
         assert restored(cache, IDS) == 0
-        started = begin(cache, FORK, 5000)
-        if started is not None:
-            started.finish(tail(FORK, 5000), 1.0)
-        assert cache.flush(FLUSH_S)
+        for _ in range(2):
+            started = begin(cache, FORK, 5000)
+            if started is not None:
+                started.finish(tail(FORK, 5000), 1.0)
+            assert cache.flush(FLUSH_S)
         assert cache.stats().damaged == 0
-        started = begin(cache, FORK, 5000)
-        if started is not None:
-            started.finish(tail(FORK, 5000), 1.0)
-        assert cache.flush(FLUSH_S)
+        # Where its marker went it stores nothing more, and says so once.
+        assert restored(cache, FORK) == (5000 if is_shared else 0)
+        assert caplog.text.count("no disk cache any more") == (0 if is_shared else 1)
+        assert not is_shared or cache.stats().total_bytes == folder_bytes(folder)
+    with opened(folder) as cache:
+        saved(cache, FORK, 5000)
         assert restored(cache, FORK) == 5000
-        assert cache.stats().total_bytes == folder_bytes(folder)
 
 
 @pytest.mark.parametrize("function", [check.list_anchors, check.stats, check.verify])

@@ -83,3 +83,12 @@ def test_a_disk_that_takes_nothing_is_not_waited_for(tmp_path: Path) -> None:
         cache.drain(lambda: False, stall_s=0.1)
         assert cache.stats().queued_bytes > 0
         cache.close(0.0)
+
+
+def test_a_slow_disk_is_waited_for_within_a_bound(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv", files=SlowFiles(0.05)) as cache:
+        for seed in range(N_SAVES):
+            assert save(cache, tokens(seed, 1000), 1000)
+        cache.drain(lambda: False, timeout_s=0.1)
+        assert cache.stats().queued_bytes > 0
+        cache.close(0.0)

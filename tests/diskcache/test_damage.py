@@ -118,7 +118,7 @@ def damages(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
     n = len(data)
     n_header = min(n, 400)
     offsets = {0, 8, 10, 12, 16, *range(0, n_header, 37), n // 3, n // 2, 2 * n // 3, n - 1}
-    for offset in sorted(at for at in offsets if at < n):
+    for offset in sorted(at for at in offsets if 0 <= at < n):
         flipped = bytearray(data)
         flipped[offset] ^= 0x10
         yield f"{_kind(path)} flipped at {offset}", bytes(flipped)

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from mlx_engine.errors import CacheUnusable
-from tests.diskcache.content import FLUSH_S, check, folder_bytes, opened, restored, save, tokens
+from tests.diskcache.content import (
+    FLUSH_S,
+    check,
+    folder_bytes,
+    opened,
+    restored,
+    room,
+    save,
+    tokens,
+)
 from tests.diskcache.recording import CALLS, CHANGES, SYNCS, SeamFiles, Tree, write_tree
 from tests.diskcache.support import (
     ANCHORS,
@@ -46,7 +55,7 @@ def test_reads_that_fail_are_misses(
         saved(cache, ids, 3000, 5000)
         is_failing = True
         assert restored(cache, ids) == 0
-        assert cache.restore(ids, 5000) is None
+        assert cache.restore(ids, 5000, room(5000)) is None
         is_failing = False
         assert cache.flush(FLUSH_S)
         assert len(warnings(caplog)) <= 2
@@ -135,8 +144,10 @@ def _nothing(*args: Any) -> None:
 
 
 WRITES = frozenset(("write", "create", "make_folder", "rename", "overwrite", "sync", "sync_folder"))
-READS = frozenset(("read", "open", "status", "handle_status", "names", "space"))
-OPENS = frozenset(("open", "create", "open_lock", "names", "sync_folder"))
+READS = frozenset(
+    ("read", "open", "contents", "status", "handle_status", "names", "sizes", "space")
+)
+OPENS = frozenset(("open", "contents", "create", "open_lock", "names", "sizes", "sync_folder"))
 # After these a file counts as damaged; after others it is as good as before.
 DAMAGE = (errno.EIO, errno.EACCES)
 LOCKS = frozenset(("open_lock", "try_lock", "unlock"))

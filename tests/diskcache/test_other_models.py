@@ -7,7 +7,7 @@ import pytest
 
 from mlx_engine.diskcache import layout
 from mlx_engine.diskcache.layout import TokenIds
-from tests.diskcache.content import FLUSH_S, check, opened, restored, save, tokens
+from tests.diskcache.content import FLUSH_S, check, opened, restored, room, save, tokens
 from tests.diskcache.recording import Tree, read_tree, write_tree
 from tests.diskcache.support import ANCHORS, BASE, PROMPTS, go_on, saved, warnings
 
@@ -27,7 +27,7 @@ def test_other_tokens_under_the_same_keys_are_refused(
         saved(cache, tokens(1, 3000), 3000)
         other = tokens(2, 3000)
         assert cache.lookup(other) == 3000
-        assert cache.restore(other, 3000) is None
+        assert cache.restore(other, 3000, room(3000)) is None
         assert "tokens are others" in warnings(caplog)[0]
 
 
@@ -40,7 +40,7 @@ def test_weights_of_the_same_name_and_shapes_have_nothing_in_common(
         with opened(tmp_path, fingerprint=b"other weights") as other:
             for ids in PROMPTS:
                 assert other.lookup(ids) == 0
-                assert other.restore(ids, 300) is None
+                assert other.restore(ids, 300, room(300)) is None
             assert save(other, BASE, 2048, salt=7)
             assert other.flush(FLUSH_S)
             assert restored(other, BASE, salt=7) == 2048

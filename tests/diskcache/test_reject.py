@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.diskcache.content import FLUSH_S, opened, restored, save, tokens
+from tests.diskcache.content import FLUSH_S, opened, restored, room, save, tokens
 from tests.diskcache.support import names_of, saved, warnings
 
 pytestmark = pytest.mark.usefixtures("no_surprises")
@@ -63,7 +63,7 @@ def test_tenants_with_different_salts_share_nothing(tmp_path: Path) -> None:
         for salt in (b"two", b""):
             with opened(tmp_path / "kv", salt=salt) as other:
                 assert other.lookup(ids) == 0
-                assert other.restore(ids, 3000) is None
+                assert other.restore(ids, 3000, room(3000)) is None
                 assert other.records() == []
     with opened(tmp_path / "kv", salt=b"one") as one:
         assert restored(one, ids) == 3000

@@ -106,7 +106,10 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     ("call", "is_new"),
     [
         *((call, True) for call in ("create", "names", "make_folder", "space", "open_lock")),
-        *((call, False) for call in ("create", "names", "unlink", "open", "status", "try_lock")),
+        *(
+            (call, False)
+            for call in ("create", "names", "unlink", "contents", "status", "try_lock")
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_in_one_sentence(

@@ -31,7 +31,7 @@ def test_one_failing_read_at_the_start_loses_nothing(tmp_path: Path, code: int) 
 
     def fault(name: str, path: Path | None) -> int | None:
         nonlocal n_opened
-        if name != "open" or path != first:
+        if name != "contents" or path != first:
             return None
         n_opened += 1
         return code if n_opened == 1 else None
@@ -48,7 +48,7 @@ def test_an_anchor_that_stays_unreadable_keeps_what_stands_on_it(tmp_path: Path)
     before = set(names_of(tmp_path / "kv", ""))
 
     def fault(name: str, path: Path | None) -> int | None:
-        return errno.EIO if name == "open" and path == first else None
+        return errno.EIO if name == "contents" and path == first else None
 
     with opened(tmp_path / "kv", files=FailingFiles(fault)) as cache:
         saved(cache, tokens(2, 500), 500)

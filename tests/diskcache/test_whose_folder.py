@@ -1,6 +1,9 @@
 """Which folder is taken, and what becomes of one that changes hands while it is in use."""
 
+import errno
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -88,6 +91,51 @@ def test_a_limit_that_is_too_small_is_said(tmp_path: Path) -> None:
         assert "too small" in str(cache.stats().notice)
         assert cache.begin(tokens(1, 10), 10) is None
     assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_a_limit_that_is_too_small_for_a_state_is_said(tmp_path: Path) -> None:
+    for space_bytes, is_said in ((5000, True), (50_000, False)):
+        options = {"space_bytes": space_bytes, "least_bytes": 20_000}
+        with opened(tmp_path / "kv", **options) as cache:
+            assert ("too small" in str(cache.stats().notice)) == is_said
+    (tmp_path / "kv" / "film.mov").write_bytes(bytes(40_000))
+    with opened(tmp_path / "kv", space_bytes=50_000, least_bytes=20_000) as cache:
+        assert "not the cache's" in str(cache.stats().notice)
+
+
+def test_a_marker_that_was_emptied_is_written_again(tmp_path: Path) -> None:
+    ids, folder = tokens(1, 2000), tmp_path / "kv"
+    with opened(folder) as cache:
+        saved(cache, ids, 2000)
+    marker = folder / names.MARKER_NAME
+    marker.write_bytes(b"")
+    with opened(folder) as cache:
+        assert restored(cache, ids) == 2000
+    assert marker.read_bytes() == names.MARKER
+    # With a file that is not ours nobody knows whose it was.
+    marker.write_bytes(b"")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(CacheUnusable), opened(folder):
+        pass
+    assert marker.read_bytes() == b""
+
+
+def test_a_folder_stays_out_of_indexes_and_backups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ran = tmp_path / "kv", list[list[object]]()
+
+    def run(command: list[object], **_: object) -> None:
+        ran.append(command)
+        raise OSError(errno.ENOENT, "no such tool")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for _ in range(2):
+        with opened(folder):
+            assert (folder / names.NO_INDEX_NAME).read_bytes() == b""
+    # Once: the mark lies on the folder. That there is no such tool hurts nobody.
+    assert ran == [["/usr/bin/tmutil", "addexclusion", folder]]
 
 
 def test_a_removed_folder_shuts_the_cache_with_one_line(

@@ -5,15 +5,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_engine.progress import Prefilled, Waiting
 from mlx_engine.session import Session
 from mlx_engine.sessions import Sessions
 from tests.engine.support import Subject, build, tiny_config
-from tests.engine.timelines import CountingModel, MemoryCache, best
+from tests.engine.timelines import CountingModel, MemoryCache, best, followed
 
 IDS = np.random.default_rng(3).integers(3, 250, 400).tolist()
 OTHER = np.random.default_rng(4).integers(3, 250, 400).tolist()
 CHUNK_TOKENS = 16
 ROOMY = 10**9
+
+
+def done_tokens(step: Prefilled | Waiting) -> int:
+    """How far a prompt has come that need not wait."""
+    assert isinstance(step, Prefilled)
+    return step.done_tokens
 
 
 def subject() -> Subject:
@@ -44,7 +51,10 @@ class Made:
         """The session, its logits, and how many tokens were computed; what is told is true."""
         self.model.encoded.clear()
         told: list[int] = []
-        session, logits = self.sessions.sync(ids, anchors, lambda done, _: told.append(done))
+        session, logits = followed(
+            self.sessions.read(ids, anchors), lambda step: told.append(done_tokens(step))
+        )
+        self.sessions.leave(session)
         assert told[0] == len(ids) - self.model.tokens and told[-1] == len(ids)
         assert session.position == len(ids)
         return session, logits, self.model.tokens
@@ -57,7 +67,13 @@ class Made:
             tokens.append(best(logits))
             logits = self.sessions.step(session, tokens[-1])
         self.sessions.end_turn(session)
+        self.save()
         return tokens, computed
+
+    def save(self) -> None:
+        """Nobody asks for a while."""
+        while self.sessions.save_piece():
+            pass
 
     def is_known(self, ids: list[int]) -> bool:
         """Whether a prompt takes no more than an exact retry of it."""

@@ -19,8 +19,10 @@ from mlx_engine import load
 from mlx_engine.loading import Dtype
 from mlx_engine.ops.mhc import Mixing
 from mlx_engine.ops.router import Routing
+from tests.engine.timelines import next_token
 
-Result = mx.array | Mixing | Routing | tuple[mx.array | Mixing | Routing, ...]
+Part = mx.array | Mixing | Routing | None
+Result = Part | tuple[Part, ...]
 
 PROMPT = [3 + i * 7 % 200 for i in range(60)]
 
@@ -38,10 +40,12 @@ ACTIVATIONS = (
     "sparse_attention",
 )
 WIDE = ("head_logits", "linear_f32", "linear_f32_pair")
-BOTH = ("index_queries", "mhc_between", "mhc_enter", "mhc_route")
+BOTH = ("index_queries", "mhc_enter", "mhc_project", "mhc_route")
 
 
 def arrays(result: Result) -> list[mx.array]:
+    if result is None:
+        return []
     if isinstance(result, mx.array):
         return [result]
     if isinstance(result, Mixing):
@@ -79,11 +83,11 @@ def test_activations_have_the_chosen_type_and_the_rest_is_f32(
 ) -> None:
     chosen = {"bfloat16": mx.bfloat16, "float32": mx.float32}[dtype]
     with load(checkpoint, dtype) as engine, _watched() as seen:
-        tokens = engine.generate(PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
-        next(tokens)
+        steps = engine.generate(PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
+        next_token(steps)
         prefill = dict(seen)
         seen.clear()
-        next(tokens)
+        next_token(steps)
     expected = {name: {chosen} for name in ACTIVATIONS} | {name: {mx.float32} for name in WIDE}
     expected |= {name: {chosen, mx.float32} for name in BOTH}
     assert prefill == expected

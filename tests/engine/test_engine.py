@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,12 @@ from mlx_engine import (
     load,
     open_model,
 )
-from mlx_engine.errors import Cancelled
 from mlx_engine.memory import least_session_bytes
+from mlx_engine.progress import Prefilled
+from mlx_engine.respond import Steps
+from mlx_engine.sampling import ScoredToken
 from mlx_engine.tiny import tiny_config, write_tiny_checkpoint
+from tests.engine.timelines import next_token, tokens_of
 
 # Two chunks.
 PROMPT = [3 + i * 7 % 200 for i in range(60)]
@@ -44,22 +48,20 @@ def engine(loaded: Engine) -> Engine:
     return loaded
 
 
+def _start(engine: Engine, prompt: list[int], n: int) -> Steps:
+    return engine.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True)
+
+
 def _greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
-    return list(engine.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True))
+    return tokens_of(_start(engine, prompt, n))
 
 
 def _greedy_and_progress(
     engine: Engine, prompt: list[int], n: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    seen: list[tuple[int, int]] = []
-    tokens = engine.generate(
-        prompt,
-        max_tokens=n,
-        temperature=0,
-        ignore_eos=True,
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    return list(tokens), seen
+    steps = [*_start(engine, prompt, n)]
+    read = [step for step in steps if isinstance(step, Prefilled)]
+    return tokens_of(steps), [(step.done_tokens, step.total_tokens) for step in read]
 
 
 def test_greedy_tokens_are_the_best_logits_at_full_depth(engine: Engine) -> None:
@@ -100,20 +102,16 @@ def test_the_same_prompt_again_needs_no_work(engine: Engine) -> None:
 def test_a_prefill_that_is_stopped_leaves_the_engine_usable(engine: Engine) -> None:
     known = PROMPT[:20]
 
-    def stop_at(tokens: int) -> Callable[[int, int], None]:
-        def report(done: int, _: int) -> None:
-            if done >= tokens:
-                raise Cancelled("stopped")
-
-        return report
-
     expected = _greedy(engine, PROMPT, 1)
     # What has been read by then is not read again.
     for tokens, kept in ((20, 20), (20 + CHUNK_TOKENS, 52), (58, 58), (60, 60)):
         engine.reset()
         _greedy(engine, known, 1)
-        with pytest.raises(Cancelled):
-            list(engine.generate(PROMPT, max_tokens=1, on_progress=stop_at(tokens)))
+        with closing(_start(engine, PROMPT, 1)) as steps:
+            for step in steps:
+                assert isinstance(step, Prefilled)
+                if step.done_tokens >= tokens:
+                    break
         answer, seen = _greedy_and_progress(engine, PROMPT, 1)
         assert seen[0] == (kept, len(PROMPT))
         assert answer == expected
@@ -128,7 +126,7 @@ def test_an_exact_retry_reads_two_tokens_and_answers_alike(engine: Engine) -> No
 
 def test_a_prompt_that_shares_an_anchor_starts_there(engine: Engine) -> None:
     before = engine.session_stats()
-    list(engine.generate(PROMPT, anchors=[21], max_tokens=3, temperature=0, ignore_eos=True))
+    tokens_of(engine.generate(PROMPT, anchors=[21], max_tokens=3, temperature=0, ignore_eos=True))
     other = [*PROMPT[:21], *OTHER]
     answer, seen = _greedy_and_progress(engine, other, 3)
     assert seen[0] == (20, len(other))
@@ -143,51 +141,29 @@ def test_a_prompt_that_shares_an_anchor_starts_there(engine: Engine) -> None:
 def test_an_answer_that_is_closed_leaves_the_engine_usable(engine: Engine) -> None:
     expected = _greedy(engine, PROMPT, 4)
     engine.reset()
-    tokens = engine.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
-    assert [next(tokens), next(tokens)] == expected[:2]
-    tokens.close()
+    steps = _start(engine, PROMPT, 4)
+    assert [next_token(steps), next_token(steps)] == expected[:2]
+    steps.close()
     assert _greedy(engine, PROMPT, 4) == expected
 
 
-@pytest.mark.parametrize("second", [PROMPT, [*PROMPT, *OTHER]], ids=len)
-def test_of_two_answers_at_once_the_later_goes_on(engine: Engine, second: list[int]) -> None:
-    """Even on the same prompt: each step of one would stand between the other's tokens."""
-    expected = _greedy(engine, second, 3)
-    engine.reset()
-    first = engine.generate(PROMPT, max_tokens=3, ignore_eos=True)
-    next(first)
-    later = engine.generate(second, max_tokens=3, temperature=0, ignore_eos=True)
-    begun = [next(later)]
-    with pytest.raises(BadRequest, match="gone on to another prompt; start generate again"):
-        next(first)
-    assert [*begun, *later] == expected
-
-
-def test_answers_to_different_prompts_go_on_by_turns(engine: Engine) -> None:
-    prompts = PROMPT, OTHER
-    expected = [_greedy(engine, prompt, 4) for prompt in prompts]
-    engine.reset()
-    answers = [engine.generate(p, max_tokens=4, temperature=0, ignore_eos=True) for p in prompts]
-    found = [list(tokens) for tokens in zip(*answers, strict=True)]
-    assert [list(answer) for answer in zip(*found, strict=True)] == expected
-
-
 def test_an_answer_does_not_outlive_a_reset(engine: Engine) -> None:
-    tokens = engine.generate(PROMPT, max_tokens=3, ignore_eos=True)
-    next(tokens)
-    engine.reset()
-    with pytest.raises(BadRequest, match="start generate again"):
-        next(tokens)
-    assert len(_greedy(engine, PROMPT, 1)) == 1
+    for begin in (next, next_token):
+        steps = _start(engine, PROMPT, 3)
+        begin(steps)
+        engine.reset()
+        with pytest.raises(BadRequest, match="start generate again"):
+            next(steps)
+        assert len(_greedy(engine, PROMPT, 1)) == 1
 
 
 def test_logits_leave_an_answer_under_way_alone(engine: Engine) -> None:
     expected = _greedy(engine, PROMPT, 3)
     engine.reset()
-    tokens = engine.generate(PROMPT, max_tokens=3, temperature=0, ignore_eos=True)
-    begun = [next(tokens)]
+    steps = _start(engine, PROMPT, 3)
+    begun = next_token(steps)
     engine.logits(OTHER)
-    assert [*begun, *tokens] == expected
+    assert [begun, *tokens_of(steps)] == expected
 
 
 def test_the_end_of_sequence_stops_unless_ignored(
@@ -201,13 +177,11 @@ def test_the_end_of_sequence_stops_unless_ignored(
     monkeypatch.setattr(Engine, "config", config)
 
     def drain(max_tokens: int, *, ignore_eos: bool) -> tuple[list[int], str]:
-        tokens = engine.generate(
-            PROMPT, max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos
-        )
+        steps = engine.generate(PROMPT, max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
         said: list[int] = []
         while True:
             try:
-                said.append(next(tokens))
+                said += tokens_of([next(steps)])
             except StopIteration as end:
                 return said, end.value
 
@@ -218,12 +192,25 @@ def test_the_end_of_sequence_stops_unless_ignored(
 
 def test_a_seed_gives_the_same_tokens_and_another_seed_others(engine: Engine) -> None:
     def draw(seed: int) -> list[int]:
-        return list(
+        return tokens_of(
             engine.generate(PROMPT, max_tokens=6, temperature=3, seed=seed, ignore_eos=True)
         )
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
+
+
+def test_scores_are_those_of_the_logits_at_full_depth(engine: Engine) -> None:
+    plain = _greedy(engine, PROMPT, 4)
+    steps = engine.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True, logprobs=3)
+    scored = [step for step in steps if isinstance(step, ScoredToken)]
+    assert [step.token_id for step in scored] == plain
+    logits = engine.logits([*PROMPT, *plain[:-1]])[len(PROMPT) - 1 :].astype(np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for step, expected in zip(scored, log_probs, strict=True):
+        assert step.top[0] == (step.token_id, step.logprob) and len(step.top) == 3
+        ids = [token_id for token_id, _ in step.top]
+        np.testing.assert_allclose([logprob for _, logprob in step.top], expected[ids], atol=1e-3)
 
 
 def test_respond_ends_with_the_whole_answer(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from mlx_engine.formats import INDEX
 from mlx_engine.model import Model
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries, choose_rows
 from mlx_engine.session import Prefill, Session
+from mlx_engine.sessions import Sessions
 from mlx_engine.state_transfer import export_rows, export_tail
 from tests.engine.support import Subject, build, tiny_config
 
@@ -182,3 +183,30 @@ def test_the_scan_of_a_chunk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     short, long = (_choice_bytes(128, S) for S in (1 << 13, 1 << 15))
     # All scores of the longer context would take four times as much.
     assert long < 2 * short
+
+
+def test_prefills_by_turns_take_no_more_than_the_memory_check_counts() -> None:
+    subject = build(tiny_config(max_position_embeddings=1 << 20), 0)
+    config, chunk_tokens = subject.config, 256
+    model = Model(config, subject.model.weights, mx.bfloat16)
+    sessions = Sessions(
+        model,
+        subject.reader,
+        budget_bytes=memory.default_session_bytes(config, 4096),
+        chunk_tokens=chunk_tokens,
+    )
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 255, (memory.ANSWERS, chunk_tokens * 5 // 2)).tolist()
+    readings = [sessions.read(prompt) for prompt in prompts]
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        for reading in readings:
+            next(reading)
+    taken = mx.get_peak_memory() - before
+    half_read = [live.session for live in sessions._room.lives]  # pyright: ignore[reportPrivateUsage]
+    assert all(not session.is_whole for session in half_read)
+    needed = memory.needs(config, len(prompts[0]), chunk_tokens)
+    allowed = needed.total_bytes - needed.weights_bytes - needed.state_bytes
+    assert taken <= allowed + sessions.n_bytes

@@ -1,6 +1,5 @@
 """A session that goes back: to checkpoints, after a failure, to where a prefill was broken off."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_engine.errors import Cancelled
 from mlx_engine.session import Prefill, Session, stops
 from mlx_engine.state import GrowingRows, SessionState
 from tests.engine.quiet import quiet_tokens
 from tests.engine.support import Subject, build, tiny_config
-from tests.engine.timelines import CountingModel, greedy, seen
+from tests.engine.timelines import CountingModel, Stopped, followed, greedy, seen, stop_after
 from tests.unit.arrays import host
 
 # On these tokens no choice is close: another chunking gives the same ones.
@@ -128,10 +126,9 @@ def test_where_a_prefill_pauses(
 
 def test_what_a_prompt_has_in_common_is_not_computed_again() -> None:
     own, model = session()
-    first: list[tuple[int, int]] = []
-    own.sync(IDS[:100], [31], lambda done, total: first.append((done, total)))
+    first = [*own.read(IDS[:100], [31])]
     assert [each.position for each in own.checkpoints] == [30, 98]
-    assert (first[0], first[-1]) == ((0, 100), (100, 100))
+    assert (first[0], first[-1]) == (0, 100)
     for token_id in (1, 2, 3):
         own.step(token_id)
     own.keep_checkpoint()
@@ -146,9 +143,7 @@ def test_what_a_prompt_has_in_common_is_not_computed_again() -> None:
         (IDS[:30], 0),
     ):
         model.encoded.clear()
-        seen_first: list[int] = []
-        own.sync(prompt, [31], lambda done, _, to=seen_first: to.append(done))
-        assert seen_first[0] == kept
+        assert list(own.read(prompt, [31])).index(kept) == 0
         assert [first for first, _ in model.encoded[:1]] == ([kept] if kept < len(prompt) else [])
         assert model.tokens == len(prompt) - kept
 
@@ -185,29 +180,17 @@ def test_a_rewound_session_agrees_with_another_chunking() -> None:
         np.testing.assert_allclose(host(logits), trace.logits[i], atol=1e-3)
 
 
-def stop_after(chunks: int) -> Callable[[int, int], None]:
-    calls = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > chunks:
-            raise Cancelled("stopped")
-
-    return report
-
-
 @pytest.mark.parametrize("prefill", ["short", "full"])
 def test_a_cancelled_prefill_goes_on_where_it_stopped(prefill: Prefill) -> None:
     undisturbed, _ = session(prefill=prefill)
     ends: list[int] = []
-    expected = undisturbed.sync(IDS, [41], lambda done, _: ends.append(done))
+    expected = followed(undisturbed.read(IDS, [41]), ends.append)
     tokens, logits = greedy(undisturbed, expected, 3)
     assert len(ends) > 10
     for chunks in range(1, len(ends)):
         own, model = session(prefill=prefill)
-        with pytest.raises(Cancelled):
-            own.sync(IDS, [41], stop_after(chunks))
+        with pytest.raises(Stopped):
+            followed(own.read(IDS, [41]), stop_after(chunks))
         assert own.position == ends[chunks] == model.tokens
         again = own.sync(IDS, [41])
         assert model.tokens == len(IDS)
@@ -224,8 +207,8 @@ def test_what_waits_for_a_retry_is_as_much_as_the_upper_layers_need() -> None:
     per_token = 0
     for chunks, waiting in enumerate([16, reach, 0, 16, reach, reach], start=1):
         own, _ = session()
-        with pytest.raises(Cancelled):
-            own.sync(IDS, [41], stop_after(chunks))
+        with pytest.raises(Stopped):
+            followed(own.read(IDS, [41]), stop_after(chunks))
         n_bytes = own.state_bytes - own.state.n_bytes
         per_token = per_token or n_bytes // waiting
         assert n_bytes == per_token * waiting > 0 or waiting == n_bytes == 0
@@ -234,8 +217,8 @@ def test_what_waits_for_a_retry_is_as_much_as_the_upper_layers_need() -> None:
 def test_a_cancelled_prefill_serves_other_prompts() -> None:
     for chunks in range(1, 10):
         own, model = session()
-        with pytest.raises(Cancelled):
-            own.sync(IDS, [41], stop_after(chunks))
+        with pytest.raises(Stopped):
+            followed(own.read(IDS, [41]), stop_after(chunks))
         done = own.position
         # What it has of a shorter prompt, even to the token, and of one that parts from it.
         cold, _ = session()
@@ -243,8 +226,8 @@ def test_a_cancelled_prefill_serves_other_prompts() -> None:
         assert model.tokens <= done + 2
         np.testing.assert_allclose(cut, host(cold.sync(IDS[:done])), atol=1e-3)
         own, model = session()
-        with pytest.raises(Cancelled):
-            own.sync(IDS, [41], stop_after(chunks))
+        with pytest.raises(Stopped):
+            followed(own.read(IDS, [41]), stop_after(chunks))
         other = [*IDS[: done - 1], 7, 8, 9]
         logits = host(own.sync(other))
         assert model.tokens == done + len(other) - (40 if done > 40 else 0)
@@ -260,7 +243,7 @@ def test_a_chunk_that_fails_leaves_what_was_before_it(layers: int) -> None:
     ends: list[int] = []
     model.layers_left = layers
     with pytest.raises(RuntimeError, match="gone"):
-        own.sync(IDS[:61], [33], lambda done, _: ends.append(done))
+        followed(own.read(IDS[:61], [33]), ends.append)
     model.layers_left = None
     assert own.position == ends[-1]
     kept = model.tokens
@@ -278,12 +261,11 @@ def test_a_step_that_fails_goes_back_to_a_checkpoint(layers: int) -> None:
     logits = own.sync(IDS[:61], [33])
     at_checkpoint: dict[str, Any] = {}
     tokens, expected = greedy(own, logits, 4)
-    epoch = own.epoch
     model.layers_left = layers
     with pytest.raises(RuntimeError, match="gone"):
         own.step(3)
     model.layers_left = None
-    assert own.position == 60 and own.epoch > epoch
+    assert own.position == 60
     at_checkpoint = seen(own.state)
     again = own.sync(IDS[:61])
     found = greedy(own, again, 4)
@@ -337,7 +319,7 @@ def test_a_return_that_finds_no_memory_leaves_no_half(
     short.error = kind
     told: list[int] = []
     try:
-        own.sync(new, [40], lambda done, _: told.append(done))
+        followed(own.read(new, [40]), told.append)
         assert kind is not KeyboardInterrupt and told[0] == 0
     except KeyboardInterrupt:
         assert kind is KeyboardInterrupt and own.position == 0

@@ -1,7 +1,6 @@
 """Random sequences of all that can happen to sessions, beside a model that always recomputes."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,50 +14,78 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mlx_engine import memory
 from mlx_engine.diskcache.cache import DiskCache
-from mlx_engine.errors import Cancelled
 from mlx_engine.saving import Cache
 from mlx_engine.session import Session
 from mlx_engine.sessions import Sessions
 from mlx_engine.state import SessionState
 from mlx_engine.state_transfer import parts
+from tests.engine.counted import done_tokens
 from tests.engine.support import Subject, build, tiny_config
-from tests.engine.timelines import CountingModel, MemoryCache, best
+from tests.engine.timelines import (
+    CountingModel,
+    MemoryCache,
+    Stopped,
+    best,
+    followed,
+    stop_after,
+)
 from tests.unit.arrays import host
 from tests.unrounded import UNROUNDED
 
 # Without the cache's roundings every way to compute a state agrees closely.
 TOLERANCE = 5e-5
-CHUNK_TOKENS = 16
-MAX_TOKENS = 80
+MOST_ANSWER = 6
 
 
-@lru_cache
-def subject() -> Subject:
-    return build(tiny_config(), 0)
+@dataclass(frozen=True)
+class Scale:
+    """How long things are: the model's window, a chunk, a block of the disk cache, a prompt.
+
+    Prompts end in new tokens, or so that they have as many tokens as one of `edges`.
+    """
+
+    window: int
+    chunk_tokens: int
+    block_tokens: int
+    max_tokens: int
+    edges: tuple[int, ...]
+
+    @property
+    def subject(self) -> Subject:
+        return build(tiny_config(sliding_window=self.window), 0)
+
+
+SHORT = Scale(8, 16, 16, 80, (7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65))
+# Twice over the released window, at its edges and those of chunks and blocks.
+LONG = Scale(128, 48, 64, 300, (63, 64, 65, 96, 97, 127, 128, 129, 144, 145, 191, 255, 256, 257))
 
 
 @lru_cache(maxsize=256)
-def recomputed(ids: tuple[int, ...]) -> NDArray[np.float32]:
+def recomputed(scale: Scale, ids: tuple[int, ...]) -> NDArray[np.float32]:
     """The logits after every token, at full depth and in one piece."""
-    state = SessionState(subject().config, UNROUNDED)
-    rows = subject().engram_rows(ids, 0, len(ids))
-    return host(subject().model.forward(ids, state, rows))
+    subject = scale.subject
+    state = SessionState(subject.config, UNROUNDED)
+    return host(subject.model.forward(ids, state, subject.engram_rows(ids, 0, len(ids))))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """An earlier prompt, cut somewhere, with new tokens after it; then an answer.
+    """An earlier prompt with its answer, cut somewhere, with new tokens after it; then an answer.
 
-    earlier: counted from the last. restart: of all sessions before it; "clean" ones are closed,
-    "lost" ones leave what the cache has. breaks_after: chunks before it is cancelled, or layers
-    before one fails; None for a whole turn.
+    earlier: counted from the last. reasoning: how much of that answer's start the prompt leaves
+    out, as clients do. restart: of all sessions before it; "clean" ones are closed, "lost" ones
+    leave what the cache has. edge: which of the lengths it gets, None for any. breaks_after: chunks
+    before it is cancelled, or layers before one fails; None for a whole turn.
     """
 
     restart: Literal["", "clean", "lost"]
     earlier: int
+    reasoning: float
     cut: float
     new: int
+    edge: int | None
     seed: int
     anchor: float
     answer: int
@@ -70,11 +97,13 @@ PROMPTS = st.builds(
     Prompt,
     restart=st.sampled_from(["", "", "", "", "clean", "lost"]),
     earlier=st.sampled_from([1, 1, 1, 2, 3, 6]),
-    cut=st.sampled_from([0.0, 0.3, 0.7, 0.85, 0.9, 0.95, 1.0]),
+    reasoning=st.sampled_from([0.0, 0.0, 0.5, 0.8]),
+    cut=st.sampled_from([0.0, 0.3, 0.7, 0.85, 0.9, 0.95, 1.0, 1.0]),
     new=st.integers(1, 30),
+    edge=st.none() | st.integers(0, 13),
     seed=st.integers(0, 3),
     anchor=st.floats(0, 1),
-    answer=st.integers(0, 6),
+    answer=st.integers(0, MOST_ANSWER),
     breaks_after=st.none() | st.integers(0, 30),
     is_failure=st.booleans(),
 )
@@ -84,21 +113,29 @@ class World:
     """Sessions over a cache, and all prompts so far with their answers."""
 
     def __init__(
-        self, budget_bytes: int, folder: Path | None = None, space_bytes: int = 10**9
+        self,
+        scale: Scale,
+        budget: float,
+        folder: Path | None = None,
+        space_bytes: int = 10**9,
     ) -> None:
-        self.model = CountingModel(subject())
+        self.scale = scale
+        self.model = CountingModel(scale.subject)
         self.folder = folder
         self.space_bytes = space_bytes
         self.disk_evictions = 0
         self.cache: Cache = MemoryCache()
-        self.budget_bytes = budget_bytes
-        self.known: list[tuple[int, ...]] = []
+        least_bytes = memory.least_session_bytes(self.model.config, scale.max_tokens + MOST_ANSWER)
+        self.budget_bytes = int(budget * least_bytes)
+        # Prompts and their answers.
+        self.known: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.lengths: set[int] = set()
         self.last: Session | None = None
         self.start()
 
     def start(self) -> None:
         if self.folder is not None:
-            shape = parts(subject().config, UNROUNDED)
+            shape = parts(self.model.config, UNROUNDED)
             self.cache = DiskCache.open(
                 self.folder,
                 fingerprint=b"sequences",
@@ -108,9 +145,9 @@ class World:
             )
         self.sessions = Sessions(
             self.model,
-            subject().reader,
+            self.scale.subject.reader,
             budget_bytes=self.budget_bytes,
-            chunk_tokens=CHUNK_TOKENS,
+            chunk_tokens=self.scale.chunk_tokens,
             formats=UNROUNDED,
             cache=self.cache,
             least_save_tokens=8,
@@ -121,11 +158,19 @@ class World:
         if op.restart:
             self.stop(op.restart == "clean")
             self.start()
-        base = self.known[-op.earlier % len(self.known)] if self.known else ()
-        new = np.random.default_rng(op.seed).integers(3, 250, op.new).tolist()
-        ids = (*base[: int(op.cut * len(base))], *new)[:MAX_TOKENS]
-        answer = self.turn(ids, op)
-        self.known.append((*ids, *answer))
+        ids = self.prompt(op)
+        self.lengths.add(len(ids))
+        self.known.append((ids, tuple(self.turn(ids, op))))
+
+    def prompt(self, op: Prompt) -> tuple[int, ...]:
+        base: tuple[int, ...] = ()
+        if self.known:
+            prompt, answer = self.known[-op.earlier % len(self.known)]
+            base = (*prompt, *answer[int(op.reasoning * len(answer)) :])
+        base = base[: int(op.cut * len(base))]
+        n = len(base) + op.new if op.edge is None else self.scale.edges[op.edge]
+        new = np.random.default_rng(op.seed).integers(3, 250, n).tolist()
+        return (*base, *new)[: min(n, self.scale.max_tokens)]
 
     def check_checkpoints(self) -> None:
         """A session goes on from any of its checkpoints as it did."""
@@ -135,7 +180,7 @@ class World:
                 at = checkpoint.position
                 if at < len(ids):
                     logits = self.last.fork(checkpoint).sync(ids[: at + 1])
-                    expected = recomputed(ids)[at]
+                    expected = recomputed(self.scale, ids)[at]
                     np.testing.assert_allclose(host(logits), expected, atol=TOLERANCE)
 
     def stop(self, is_clean: bool) -> None:
@@ -152,7 +197,9 @@ class World:
             return []
         told: list[int] = []
         self.model.encoded.clear()
-        session, logits = self.sessions.sync(ids, anchors, lambda done, _: told.append(done))
+        session, logits = followed(
+            self.sessions.read(ids, anchors), lambda step: told.append(done_tokens(step))
+        )
         assert told[0] + self.model.tokens == len(ids)
         self.agrees(session, ids, logits)
         answer: list[int] = []
@@ -161,6 +208,7 @@ class World:
             logits = self.sessions.step(session, answer[-1])
             if i + 1 == op.answer:
                 self.agrees(session, (*ids, *answer), logits)
+        self.sessions.leave(session)
         # Who only leaves an answer does not say so.
         if op.seed:
             self.sessions.end_turn(session)
@@ -173,10 +221,12 @@ class World:
         try:
             if op.is_failure:
                 self.model.layers_left = op.breaks_after
-                self.sessions.sync(ids, anchors)
+                session, _ = followed(self.sessions.read(ids, anchors), lambda _: None)
             else:
-                self.sessions.sync(ids, anchors, stop_after(op.breaks_after % 6))
-        except (Cancelled, RuntimeError):
+                steps = self.sessions.read(ids, anchors)
+                session, _ = followed(steps, stop_after(op.breaks_after % 6))
+            self.sessions.leave(session)
+        except (Stopped, RuntimeError):
             return op.seed % 2 == 0
         finally:
             self.model.layers_left = None
@@ -184,7 +234,7 @@ class World:
 
     def agrees(self, session: Session, ids: tuple[int, ...], logits: mx.array) -> None:
         assert session.token_ids.tolist() == list(ids)
-        np.testing.assert_allclose(host(logits), recomputed(ids)[-1], atol=TOLERANCE)
+        np.testing.assert_allclose(host(logits), recomputed(self.scale, ids)[-1], atol=TOLERANCE)
 
     def fits(self, session: Session) -> None:
         """Within the budget, or no more than the one session that is at work."""
@@ -195,51 +245,50 @@ class World:
         assert positions == sorted(set(positions)) and all(at % 2 == 0 for at in positions)
 
 
-def stop_after(chunks: int) -> Callable[[int, int], None]:
-    left = chunks
-
-    def report(done: int, total: int) -> None:
-        nonlocal left
-        if left == 0:
-            raise Cancelled("stopped")
-        left -= 1
-
-    return report
+# Of what sessions take at least.
+BUDGETS = st.sampled_from([1.0, 2.0, 4.0, 1000.0])
 
 
-@settings(deadline=None, max_examples=25, derandomize=True, database=None)
-@given(
-    st.lists(PROMPTS, min_size=6, max_size=12),
-    st.sampled_from([400_000, 1_200_000, 10**9]),
-)
-def test_every_answer_is_the_recomputed_one(ops: list[Prompt], budget: int) -> None:
-    world = World(budget)
+@settings(deadline=None, max_examples=15, derandomize=True, database=None)
+@given(st.lists(PROMPTS, min_size=6, max_size=12), BUDGETS)
+def test_every_answer_is_the_recomputed_one(ops: list[Prompt], budget: float) -> None:
+    world = World(SHORT, budget)
     for op in ops:
         world.do(op)
     world.check_checkpoints()
 
 
-def test_every_answer_over_a_disk_is_the_recomputed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scale", "examples", "space_bytes"),
+    [(SHORT, 8, 250_000), (LONG, 8, 1_000_000)],
+    ids=["short", "long"],
+)
+def test_every_answer_over_a_disk_is_the_recomputed_one(
+    monkeypatch: pytest.MonkeyPatch, scale: Scale, examples: int, space_bytes: int
+) -> None:
     # So that sequences as short as these cross many edges of blocks.
     for name, module in [*sys.modules.items()]:
         if name.startswith("mlx_engine.diskcache.") and hasattr(module, "BLOCK_TOKENS"):
-            monkeypatch.setattr(module, "BLOCK_TOKENS", 16)
-    evictions = 0
+            monkeypatch.setattr(module, "BLOCK_TOKENS", scale.block_tokens)
+    evictions, lengths = 0, set[int]()
 
-    @settings(deadline=None, max_examples=10, derandomize=True, database=None)
+    @settings(deadline=None, max_examples=examples, derandomize=True, database=None)
     @given(
         st.lists(PROMPTS, min_size=6, max_size=10),
-        st.sampled_from([400_000, 10**9]),
-        st.sampled_from([250_000, 10**9]),
+        BUDGETS,
+        st.sampled_from([space_bytes, 10**9]),
     )
-    def answers(ops: list[Prompt], budget: int, space_bytes: int) -> None:
+    def answers(ops: list[Prompt], budget: float, space_bytes: int) -> None:
         nonlocal evictions
         with TemporaryDirectory() as folder:
-            world = World(budget, Path(folder) / "cache", space_bytes)
+            world = World(scale, budget, Path(folder) / "cache", space_bytes)
             for op in ops:
                 world.do(op)
             world.stop(is_clean=True)
             evictions += world.disk_evictions
+            lengths.update(world.lengths)
 
     answers()
     assert evictions, "no folder was ever full: lower its limit"
+    reached = lengths.intersection(scale.edges)
+    assert 2 * len(reached) > len(scale.edges), f"of the edges only {sorted(reached)} were reached"

@@ -1,16 +1,13 @@
 """Several timelines under one budget, and a cache behind them: where prompts go, and what stays."""
 
-import logging
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from mlx_engine import memory
-from mlx_engine.errors import Cancelled
+from mlx_engine.progress import Prefilled
 from mlx_engine.session import Session
 from tests.engine.counted import CHUNK_TOKENS, IDS, OTHER, ROOMY, Made, subject
-from tests.engine.timelines import MemoryCache, greedy, seen
+from tests.engine.timelines import MemoryCache, Stopped, followed, greedy, seen, stop_after
 from tests.unit.arrays import host
 
 
@@ -158,7 +155,7 @@ def test_what_the_cache_has_damaged_is_computed(caplog: pytest.LogCaptureFixture
         cache.tails[key] = tail[:-1]
     assert Made(cache).sync(IDS[:101])[2] == 101
     assert cache.lookup(np.array(IDS[:101], np.uint32)) == 0
-    cache.restore = lambda token_ids, position: None
+    cache.restore = lambda token_ids, position, into: None
     assert Made(cache).sync(IDS[:101])[2] == 101
 
 
@@ -178,7 +175,7 @@ def test_what_makes_room_goes_to_the_cache() -> None:
     assert made.sync([*IDS[:121], 7, 8, 9, 10])[2] == 1
 
 
-def test_a_step_hands_over_one_piece_and_the_end_the_rest() -> None:
+def test_a_step_hands_over_one_piece_and_who_is_idle_the_rest() -> None:
     cache = MemoryCache()
     made = Made(cache)
     session, _, _ = made.sync(IDS[:101], 41)
@@ -188,9 +185,33 @@ def test_a_step_hands_over_one_piece_and_the_end_the_rest() -> None:
     for n in range(1, 4):
         made.sessions.step(session, 5)
         assert cache.calls == at_start + n
+    before = cache.calls
     made.sessions.end_turn(session)
+    assert cache.calls == before
+    while made.sessions.save_piece():
+        before += 1
+        assert cache.calls == before
     assert [len(key) // 4 for key in cache.tails] == [40, 100, 104]
     assert made.sessions.stats().saved_anchors == 3
+
+
+def test_a_save_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = MemoryCache()
+    made = Made(cache)
+    session, _, _ = made.sync(IDS[:101], 41)
+
+    def no_device(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_engine.saving.export_rows", no_device)
+        with pytest.raises(RuntimeError):
+            made.sessions.save_piece()
+    for token_id in (7, 8):
+        made.sessions.step(session, token_id)
+    made.sessions.end_turn(session)
+    made.save()
+    assert [len(key) // 4 for key in cache.tails] == [40, 102]
 
 
 def test_a_prompt_that_goes_elsewhere_does_not_cost_an_anchor() -> None:
@@ -224,45 +245,36 @@ def test_closing_saves_what_is_only_in_memory() -> None:
     assert made.sessions.stats().sessions == 0
 
 
-def stop_after(chunks: int) -> Callable[[int, int], None]:
-    left = chunks
-
-    def report(done: int, total: int) -> None:
-        nonlocal left
-        if left == 0:
-            raise Cancelled("stopped")
-        left -= 1
-
-    return report
-
-
 def test_a_cancelled_prompt_goes_on_even_after_another() -> None:
     made = Made(MemoryCache())
-    with pytest.raises(Cancelled):
-        made.sessions.sync(IDS[:150], [41], stop_after(6))
+    with pytest.raises(Stopped):
+        followed(made.sessions.read(IDS[:150], [41]), stop_after(6))
     done = made.model.tokens
     assert 41 < done < 150
     made.answer(OTHER[:50], 2)
     assert made.sync(IDS[:150], 41)[2] == 150 - done
 
 
-def test_where_a_prompt_parts_from_the_nearest_session_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, logger="mlx_engine.sessions")
+def test_where_a_prompt_parts_from_the_nearest_session_is_told() -> None:
     made = Made()
+
+    def parted_at(ids: list[int]) -> int | None:
+        first = next(made.sessions.read(ids, [41]))
+        assert isinstance(first, Prefilled)
+        return first.parted_at
+
     made.sync(IDS[:100], 41)
-    made.sync(IDS[:120], 41)
-    assert not caplog.records
-    made.sync([*IDS[:77], *OTHER[:50]], 41)
-    (record,) = caplog.records
-    assert record.args == (127, 120, 77)
+    assert parted_at(IDS[:120]) is None
+    assert parted_at([*IDS[:77], *OTHER[:50]]) == 77
+    assert parted_at(IDS[:50]) is None
 
 
 def test_the_speed_of_prefills_is_measured() -> None:
     made = Made()
     assert made.sessions.stats().prefill_tokens_per_s > 0
     made.sync(IDS[:300])
-    assert made.sessions.stats().prefill_tokens_per_s == 300
+    # Each chunk takes a second of this clock.
+    speed = 300 / len(made.model.encoded)
+    assert made.sessions.stats().prefill_tokens_per_s == speed
     made.sync(OTHER[:50])
-    assert made.sessions.stats().prefill_tokens_per_s == 300
+    assert made.sessions.stats().prefill_tokens_per_s == speed

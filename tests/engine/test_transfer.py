@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import parse_config
 from mlx_engine.errors import CacheCorrupt
 from mlx_engine.formats import CacheFormats
 from mlx_engine.session import Session
 from mlx_engine.state import Checkpoint, SessionState
-from mlx_engine.state_transfer import Bytes, export_rows, export_tail, import_state, parts
+from mlx_engine.state_transfer import Bytes, Import, export_rows, export_tail, parts
 from tests.engine.support import Subject, build, tiny_config
 from tests.engine.timelines import greedy, seen
 from tests.reference.random_tensors import DATA
+from tests.unit.arrays import host
 from tests.unrounded import UNROUNDED
 
 IDS = np.random.default_rng(2).integers(3, 250, 150).tolist()
@@ -43,8 +45,26 @@ def exported(state: SessionState, *cuts: int) -> tuple[Bytes, ...]:
     return tuple(np.concatenate(part) for part in zip(*ranges, strict=True))
 
 
+def fill(state: Import, rows: tuple[Bytes, ...]) -> None:
+    for room, part in zip(state.rows, rows, strict=True):
+        room[: part.size] = part
+        room[part.size :] = 255
+
+
+def imported(
+    config: ModelConfig,
+    position: int,
+    rows: tuple[Bytes, ...],
+    tail: bytes,
+    formats: CacheFormats | None = None,
+) -> SessionState:
+    state = Import(config, position, formats)
+    fill(state, rows)
+    return state.finish(position, tail)
+
+
 def restored(checkpoint: Checkpoint, rows: tuple[Bytes, ...]) -> SessionState:
-    return import_state(subject().config, checkpoint.position, rows, export_tail(checkpoint))
+    return imported(subject().config, checkpoint.position, rows, export_tail(checkpoint))
 
 
 def test_the_released_sizes() -> None:
@@ -66,7 +86,7 @@ def test_a_restored_state_is_the_live_one(window: int, n: int, is_rounded: bool)
     rows = exported(own.state)
     sizes = [part.n_bytes(0, n) for part in parts(own.state.config, formats)]
     assert [part.nbytes for part in rows] == sizes
-    state = import_state(own.state.config, n, rows, export_tail(checkpoint), formats)
+    state = imported(own.state.config, n, rows, export_tail(checkpoint), formats)
     assert seen(state) == seen(own.state)
     other = Session(subject(window).model, subject(window).reader, formats=formats)
     other.restore(IDS[:n], state)
@@ -128,23 +148,51 @@ def test_a_restored_state_has_room(n: int) -> None:
         assert rows.buffer.shape[0] >= rows.length + 256
 
 
+def addresses(state: SessionState) -> list[int]:
+    growing = [*state.compressed.values()]
+    growing += [each for keys in state.index_keys.values() for each in (keys.codes, keys.scales)]
+    return sorted(np.array(rows.buffer, copy=False).ctypes.data for rows in growing)
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="the device's memory is apart")
+def test_rows_are_read_to_where_steps_go_on() -> None:
+    own = session(61)
+    state = Import(subject().config, 61)
+    at = sorted(room.ctypes.data for room in state.rows)
+    fill(state, exported(own.state))
+    other = Session(subject().model, subject().reader)
+    other.restore(IDS[:61], state.finish(61, export_tail(own.state.checkpoint())))
+    mx.eval(other.step(5))
+    assert addresses(other.state) == at
+    mx.eval(own.step(5))
+    assert seen(other.state) == seen(own.state)
+
+
+def test_room_for_more_than_there_was() -> None:
+    own = session(61)
+    state = Import(subject().config, 150)
+    fill(state, exported(own.state))
+    found = state.finish(61, export_tail(own.state.checkpoint()))
+    assert seen(found) == seen(own.state)
+    other = Session(subject().model, subject().reader, chunk_tokens=16)
+    other.restore(IDS[:61], found)
+    np.testing.assert_array_equal(host(other.sync(IDS[:90])), host(own.sync(IDS[:90])))
+
+
 def test_what_is_no_state_of_this_model() -> None:
     own = session(61)
     rows, tail = exported(own.state), export_tail(own.state.checkpoint())
     config = subject().config
 
-    def refused(position: int, rows: tuple[Bytes, ...], tail: bytes) -> None:
+    def refused(position: int, tail: bytes) -> None:
         with pytest.raises(CacheCorrupt):
-            import_state(config, position, rows, tail)
+            Import(config, 61).finish(position, tail)
 
-    import_state(config, 61, rows, tail)
-    refused(59, rows, tail)
-    refused(61, rows[:-1], tail)
-    for i in range(len(rows)):
-        refused(61, (*rows[:i], rows[i][:-4], *rows[i + 1 :]), tail)
-    refused(61, rows, tail[:-1])
-    refused(61, rows, tail + b"\0")
-    refused(61, rows, b"\1" + tail[1:])
+    imported(config, 61, rows, tail)
+    refused(59, tail)
+    refused(61, tail[:-1])
+    refused(61, tail + b"\0")
+    refused(61, b"\1" + tail[1:])
     # Where the first window ends, and how many of its rows count.
-    refused(61, rows, tail[:8] + b"\0" + tail[9:])
-    refused(61, rows, tail[:16] + b"\1" + tail[17:])
+    refused(61, tail[:8] + b"\0" + tail[9:])
+    refused(61, tail[:16] + b"\1" + tail[17:])

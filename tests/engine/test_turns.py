@@ -12,6 +12,7 @@ from mlx_engine.fingerprint import fingerprint
 from mlx_engine.prompt import Effort, Message
 from mlx_engine.saving import LEAST_TOKENS
 from mlx_engine.state_transfer import parts
+from tests.engine.timelines import tokens_of
 
 ASKED = ("Tell me of the sea, and of all that lives in it.", "Go on.", "And then?")
 N_TOKENS = 24
@@ -25,7 +26,7 @@ def ask(engine: Engine, messages: Sequence[Message], effort: Effort) -> End:
 
 
 def greedy(engine: Engine, token_ids: Sequence[int]) -> list[int]:
-    return [*engine.generate(token_ids, max_tokens=12, temperature=0, ignore_eos=True)]
+    return tokens_of(engine.generate(token_ids, max_tokens=12, temperature=0, ignore_eos=True))
 
 
 def converse(engine: Engine, effort: Effort) -> tuple[list[Message], list[End]]:

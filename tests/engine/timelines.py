@@ -1,9 +1,9 @@
 """What the tests of sessions share: a model that counts, states compared, a cache in memory."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mlx_engine.engram import EngramRows
 from mlx_engine.model import Boundary, Model
+from mlx_engine.respond import Steps
 from mlx_engine.saving import Restored, Save
 from mlx_engine.session import Session
 from mlx_engine.state import SessionState
@@ -41,12 +42,12 @@ class CountingModel(Model):
         self.encoded.append((first, state.position))
         return boundary
 
-    def _block(self, *args: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def block(self, *args: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.layers_left is not None:
             if self.layers_left == 0:
                 raise RuntimeError("the device is gone")
             self.layers_left -= 1
-        return super()._block(*args, **options)
+        return super().block(*args, **options)
 
 
 def seen(state: SessionState) -> dict[str, Any]:
@@ -70,6 +71,48 @@ def seen(state: SessionState) -> dict[str, Any]:
     return found
 
 
+Step = TypeVar("Step")
+Result = TypeVar("Result")
+
+
+def followed(reading: Generator[Step, None, Result], report: Callable[[Step], object]) -> Result:
+    """What a reading comes to, each step being told; what `report` raises breaks it off."""
+    with closing(reading):
+        while True:
+            try:
+                step = next(reading)
+            except StopIteration as end:
+                return end.value
+            report(step)
+
+
+def stop_after(steps: int) -> Callable[[object], None]:
+    """Told of the steps of a reading, it breaks off the one after so many."""
+    left = steps
+
+    def report(_: object) -> None:
+        nonlocal left
+        if left == 0:
+            raise Stopped
+        left -= 1
+
+    return report
+
+
+class Stopped(Exception):
+    """A reading was broken off."""
+
+
+def tokens_of(steps: Iterable[object]) -> list[int]:
+    """The tokens among the steps of an answer."""
+    return [step for step in steps if isinstance(step, int)]
+
+
+def next_token(steps: Steps) -> int:
+    """The next token of an answer, its prompt being read before."""
+    return next(step for step in steps if isinstance(step, int))
+
+
 def best(logits: mx.array) -> int:
     """The likeliest token."""
     return cast(int, mx.argmax(logits).item())
@@ -84,6 +127,25 @@ def greedy(session: Session, logits: mx.array, n: int) -> tuple[list[int], list[
         logits = session.step(tokens[-1])
         found.append(host(logits))
     return tokens, found
+
+
+def parts_from(ours: NDArray[np.float32], theirs: NDArray[np.float32], most: float) -> bool:
+    """Whether two runs' next tokens differ; their logits are at most `most` apart.
+
+    So a token can differ only where two are as good as equal, which is printed.
+    """
+    apart = float(np.abs(ours - theirs).max())
+    assert apart <= most, f"the logits are {apart:.2e} apart, more than {most:.2e}"
+    own, other = int(ours.argmax()), int(theirs.argmax())
+    if own == other:
+        return False
+    leads = ours[own] - ours[other], theirs[other] - theirs[own]
+    print(
+        f"a near-tie: {own} is {leads[0]:.2e} ahead of {other} in one run, and {leads[1]:.2e} "
+        f"behind it in the other, whose logits are {apart:.2e} apart"
+    )
+    assert max(leads) <= 2 * most
+    return True
 
 
 @dataclass
@@ -108,7 +170,6 @@ class _Save:
 @dataclass(frozen=True)
 class _Restored:
     position: int
-    rows: tuple[NDArray[np.uint8], ...]
     tail: bytes
 
 
@@ -134,13 +195,16 @@ class MemoryCache:
         fits = [n for n in at if n <= token_ids.size and token_ids[:n].tobytes() in self.tails]
         return max(fits, default=0)
 
-    def restore(self, token_ids: TokenIds, position: int) -> Restored | None:
+    def restore(
+        self, token_ids: TokenIds, position: int, into: Sequence[NDArray[np.uint8]]
+    ) -> Restored | None:
         ids = token_ids[:position]
         if ids.tobytes() not in self.tails:
             return None
         ranges = [self.rows[first, ids[:last].tobytes()] for first, last in self._ranges(position)]
-        rows = tuple(np.concatenate(part) for part in zip(*ranges, strict=True))
-        return _Restored(position, rows, self.tails[ids.tobytes()])
+        for buffer, part in zip(into, zip(*ranges, strict=True), strict=True):
+            buffer[:] = np.concatenate(part)
+        return _Restored(position, self.tails[ids.tobytes()])
 
     def reject(self, token_ids: TokenIds, position: int) -> None:
         self.rejected.append(position)

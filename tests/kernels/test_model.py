@@ -11,10 +11,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_engine.engram import read_ahead
 from mlx_engine.layer_plan import LayerKind
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
-from mlx_engine.session import Session, read_ahead
+from mlx_engine.session import Session
 from mlx_engine.state import SessionState
 from tests.engine.quiet import MARGIN, quiet_tokens
 from tests.engine.support import (

@@ -107,12 +107,19 @@ def serving(
     access: Access | None = None,
     load: Load | None = None,
     keep_alive_s: float = 5.0,
+    whole_silence_s: float = 30.0,
+    count_s: float = PATIENCE_S,
     **options: Any,
 ) -> Generator[Server]:
     """A server over an engine double."""
     with working(load or loading(engine), **options) as worker:
         service = Service(
-            worker, engine.tokenizer, engine.context_tokens, keep_alive_s=keep_alive_s
+            worker,
+            engine.tokenizer,
+            engine.context_tokens,
+            keep_alive_s=keep_alive_s,
+            whole_silence_s=whole_silence_s,
+            count_s=count_s,
         )
         yield Server(create_app(service, access or Access()), service, engine)
 

@@ -1,15 +1,20 @@
 """The application: probes, models, loading, overload, faults, and the end."""
 
+import contextlib
+import dataclasses
+import json
 import threading
+import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
 from mlx_engine.cli.main import app
+from mlx_engine.diskcache.cache import CacheStats
+from mlx_engine.live import Stats
 from mlx_engine.server.security import Access
 from mlx_engine.worker import AnsweringEngine
 from tests.scripted_engine import Course, ScriptedEngine
@@ -24,7 +29,7 @@ from tests.server.support import (
 )
 
 
-@contextmanager
+@contextlib.contextmanager
 def busy(**options: Any) -> Generator[tuple[Server, str, threading.Event]]:
     """A server on a port, whose engine stands before each step until the event is set."""
     go = threading.Event()
@@ -42,6 +47,18 @@ def _assert(fact: bool) -> None:
     assert fact
 
 
+def two_streams(
+    server: Server, url: str, body: dict[str, Any], streams: contextlib.ExitStack
+) -> list[httpx.Response]:
+    """Two open answers: the engine is at the first, the second waits."""
+    responses: list[httpx.Response] = []
+    for _ in range(2):
+        stream = httpx.stream("POST", url, json=body, timeout=30, verify=False)
+        responses.append(streams.enter_context(stream))
+        until(lambda: bool(server.engine.courses))
+    return responses
+
+
 def test_probes_and_models() -> None:
     with serving(ScriptedEngine(), access=Access(api_key=None)) as server:
         assert server.ask("HEAD", "/").status_code == 200
@@ -55,6 +72,18 @@ def test_probes_and_models() -> None:
         assert not models["has_more"]
         for id in ("ds41", "claude-opus-4-6", "org/name"):
             assert server.ask("GET", f"/v1/models/{id}").json() == model
+
+
+def test_what_can_be_read_can_be_asked_about() -> None:
+    """HEAD is answered as GET is, and who asks otherwise is told what there is."""
+    with serving(ScriptedEngine()) as server:
+        for path in ("/health", "/metrics", "/v1/models", "/v1/models/any", "/api/hello"):
+            answers = [server.ask(method, path) for method in ("GET", "HEAD")]
+            assert [answer.status_code for answer in answers] == [200, 200]
+        wrong = server.ask("DELETE", "/v1/models")
+        assert wrong.status_code == 405 and "GET" in wrong.headers["allow"]
+        wrong = server.ask("GET", "/v1/messages")
+        assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
 
 
 def test_any_model_is_served_and_the_answer_names_ours() -> None:
@@ -101,7 +130,7 @@ def test_the_port_answers_while_the_model_loads() -> None:
     go = threading.Event()
     engine = ScriptedEngine("</think>Hello")
 
-    @contextmanager
+    @contextlib.contextmanager
     def load(on_progress: Callable[[int, int], None]) -> Generator[AnsweringEngine]:
         on_progress(3, 10)
         assert go.wait(PATIENCE_S)
@@ -130,10 +159,8 @@ def test_the_port_answers_while_the_model_loads() -> None:
 def test_a_full_queue_answers_529_and_when_to_come_back() -> None:
     with busy(max_active=1, max_queued=1) as (server, address, go):
         url, body = f"{address}/v1/messages", messages_body(stream=True)
-        with (
-            httpx.stream("POST", url, json=body, timeout=30, verify=False) as first,
-            httpx.stream("POST", url, json=body, timeout=30, verify=False) as second,
-        ):
+        with contextlib.ExitStack() as streams:
+            first, second = two_streams(server, url, body, streams)
             refused = httpx.post(url, json=body, timeout=30, verify=False)
             assert refused.status_code == 529
             assert refused.json()["error"]["type"] == "overloaded_error"
@@ -188,21 +215,127 @@ def test_the_end_of_the_server_ends_open_streams_with_an_error() -> None:
         go.set()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_our_own_in_the_middle_is_no_answer(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise KeyError("words of an answer")
+
+    with serving(ScriptedEngine("</think>Hello")) as server, on_port(server.app) as address:
+        monkeypatch.setattr("mlx_engine.server.messages_out.MessageEvents._begin", broken)
+        url, body = f"{address}/v1/messages", messages_body(stream=stream)
+        with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
+            text = ""
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                for piece in response.iter_text():
+                    text += piece
+        assert response.status_code == (200 if stream else 500)
+        last = sent_events(text)[-1] if stream else json.loads(text)
+        assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+        until(lambda: "KeyError" in caplog.text)
+        assert "words" not in text + caplog.text
+        monkeypatch.undo()
+        assert server.message()["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "code"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "error"),
+        ("/v1/completions", {"prompt": "Hi"}, "error"),
+        ("/v1/responses", {"input": "Hi"}, "response.failed"),
+    ],
+)
+def test_clients_are_told_to_come_back(path: str, prompt: dict[str, Any], code: str) -> None:
+    with busy(max_active=1, max_queued=1) as (server, address, go):
+        url, body = f"{address}{path}", prompt | {"stream": True}
+        with contextlib.ExitStack() as streams:
+            working, waiting = two_streams(server, url, body, streams)
+            full = httpx.post(url, json=body, timeout=30, verify=False)
+            assert full.status_code == 429 and int(full.headers["retry-after"]) in range(1, 61)
+            assert full.json()["error"]["code"] == "rate_limit_exceeded"
+            server.worker.stop()
+            for response in (working, waiting):
+                last = response.read().decode().strip().split("\n\n")[-1]
+                assert code in last and "server_is_overloaded" in last
+        ended = httpx.post(url, json=body, timeout=30, verify=False)
+        assert ended.status_code == 503
+        assert ended.json()["error"]["code"] == "server_is_overloaded"
+        go.set()
+
+
+def metrics(text: str) -> dict[str, float]:
+    """The values of an exposition, each with a help text and a type of its own."""
+    values: dict[str, float] = {}
+    described: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            described.append(line.split(" ", 3)[2])
+            continue
+        name, value = line.rsplit(" ", 1)
+        assert name not in values and name.split("{")[0] == described[-1]
+        values[name] = float(value)
+    assert described[::2] == described[1::2] and len(set(described)) == len(described) // 2
+    return values
+
+
 def test_metrics_count_what_was_done() -> None:
     with serving(ScriptedEngine("</think>Hello")) as server:
         usages = [server.message()["usage"] for _ in range(2)]
-        text = server.ask("GET", "/metrics").text
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            name, value = line.rsplit(" ", 1)
-            values[name] = float(value)
+        values = metrics(server.ask("GET", "/metrics").text)
     assert values['ds41_requests_total{outcome="answered"}'] == 2
     assert values["ds41_ready"] == 1 and values["ds41_jobs_active"] == 0
     cached = sum(usage["cache_read_input_tokens"] for usage in usages)
     assert values["ds41_cached_tokens_total"] == cached > 0
     assert values["ds41_completion_tokens_total"] == sum(u["output_tokens"] for u in usages)
-    assert text.count("# TYPE") == text.count("# HELP") >= 10
+
+
+def test_metrics_of_sessions_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter(range(10, 100))
+    disk = {f.name: next(counts) for f in dataclasses.fields(CacheStats)}
+    sessions = {f.name: next(counts) for f in dataclasses.fields(Stats)}
+    engine = ScriptedEngine()
+    monkeypatch.setattr(engine, "disk_stats", lambda: CacheStats(**cast(Any, disk)))
+    monkeypatch.setattr(engine, "session_stats", lambda: Stats(**sessions))
+    with serving(engine) as server:
+        until(lambda: server.worker.state == "ready")
+        values = metrics(server.ask("GET", "/metrics").text)
+    assert values["ds41_disk_cache_bytes"] == disk["total_bytes"]
+    assert values['ds41_disk_cache_lookups_total{result="miss"}'] == disk["misses"]
+    assert values['ds41_prompts_total{source="forked"}'] == sessions["forked"]
+    n_bytes = sessions["state_bytes"] + sessions["checkpoint_bytes"]
+    assert values["ds41_session_bytes"] == n_bytes
+
+
+def test_metrics_tell_how_far_the_prompts_are() -> None:
+    go = threading.Event()
+
+    def stop_in_the_middle(course: Course) -> None:
+        if course.chunks_done == 3:
+            assert go.wait(PATIENCE_S)
+        time.sleep(0.002)
+
+    engine = ScriptedEngine("</think>Hello", before_step=stop_in_the_middle, chunk_tokens=16)
+    with serving(engine) as server, on_port(server.app) as address:
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        try:
+            with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
+                (job,) = server.worker.jobs()
+                until(lambda: job.progress is not None and job.progress.done_tokens == 48)
+                values = metrics(server.ask("GET", "/metrics").text)
+                n = len(engine.courses[0].call.token_ids)
+                assert values["ds41_jobs_active"] == 1
+                left = values["ds41_prefill_tokens_left"]
+                assert left == n - 48
+                rate = values["ds41_prefill_tokens_per_second"]
+                assert values["ds41_prefill_left_seconds"] == pytest.approx(left / rate, abs=0.001)
+                go.set()
+                response.read()
+        finally:
+            go.set()
+        values = metrics(server.ask("GET", "/metrics").text)
+        assert values["ds41_prefill_tokens_left"] == values["ds41_prefill_left_seconds"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

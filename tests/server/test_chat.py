@@ -297,8 +297,13 @@ def test_images_of_earlier_turns_become_a_line():
     assert f"See:\n\n{IMAGE_NOTE}" in text
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "1", "content": [IMAGE]}
-    text = prompt(HI, {"role": "assistant", "content": None, "tool_calls": [call]}, result)
-    assert f"<tool_result>{IMAGE_NOTE}</tool_result>" in text
+    called: Object = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert f"<tool_result>{IMAGE_NOTE}</tool_result>" in prompt(HI, called, result)
+    # A program that cannot put an image into a result puts it behind it.
+    result |= {"content": "see below"}
+    assert prompt(HI, called, result, {"role": "user", "content": parts}).count(IMAGE_NOTE) == 1
+    # The image was asked about before the model called for more.
+    assert prompt({"role": "user", "content": parts}, called, result).count(IMAGE_NOTE) == 1
 
 
 CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
@@ -324,10 +329,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "'g', is not among"),
         ({"tool_choice": "required"}, "without any tool"),
-        ({"logprobs": True}, "logprobs: it is not supported"),
-        ({"top_logprobs": 3}, "top_logprobs: it is not supported"),
         ({"n": 2}, "n: one answer"),
-        ({"top_k": 40}, "top_k: it is not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "declare tools"),
         ({"temperature": "hot"}, "temperature: it is a number"),

@@ -65,8 +65,6 @@ def test_the_answer_fits_into_the_context():
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": None, "echo": True}, "prompt: it is one text"),
         ({"suffix": "x"}, "suffix: it is not supported"),
-        ({"logprobs": 0}, "logprobs: it is not supported"),
-        ({"logprobs": 5}, "logprobs: it is not supported"),
         ({"best_of": 3}, "best_of: one answer"),
         ({"echo": "yes"}, "echo: it is true or false"),
         ({"max_tokens": 0}, "max_tokens is 0"),

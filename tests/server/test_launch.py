@@ -46,6 +46,7 @@ def test_claude_code_starts_with_the_servers_variables(folder: Path) -> None:
     assert variables["ANTHROPIC_BASE_URL"] == address
     assert variables["ANTHROPIC_AUTH_TOKEN"] == KEY
     assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "123456"
+    assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "123456"
     assert "ANTHROPIC_API_KEY" not in variables
     assert refused.returncode == 2 and "the key is missing or wrong" in refused.stderr
     assert absent.returncode == 2 and "claude is not on the PATH" in absent.stderr

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from mlx_engine.prompt import Bounds, Prompt
+from mlx_engine.request import Request
 from tests.scripted_engine import Course, ScriptedEngine
 from tests.server.support import PATIENCE_S, Server, messages_body, on_port, serving, until
 
@@ -104,6 +106,35 @@ def test_who_leaves_the_queue_never_starts_and_disturbs_nobody(how: str, stream:
         assert len(server.engine.courses) == 1
         first.close()
         leaving.close()
+
+
+@pytest.mark.parametrize("how", ["fin", "reset"])
+def test_who_leaves_while_the_prompt_is_counted_never_starts(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    encode = Request.encode
+
+    def slow(request: Request, tokenizer: Any, turns: Any, bounds: Bounds) -> Prompt:
+        begun.set()
+        try:
+            until(bounds.cancelled)
+            return encode(request, tokenizer, turns, bounds)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Request, "encode", slow)
+    with slow_server("</think>Hello", count_s=0.01) as (server, address, _):
+        client = send(address, stream=True)
+        assert begun.wait(PATIENCE_S)
+        leave(client, how)
+        assert ended.wait(PATIENCE_S)
+        client.close()
+        monkeypatch.undo()
+        answer = httpx.post(
+            f"{address}/v1/messages", json=messages_body(), timeout=PATIENCE_S, verify=False
+        )
+        assert answer.status_code == 200 and len(server.engine.courses) == 1
 
 
 def test_who_leaves_while_the_model_reads_the_body_is_forgotten() -> None:

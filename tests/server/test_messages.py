@@ -1,6 +1,8 @@
 """/v1/messages: what a body means, what an answer looks like, and that both forms agree."""
 
 import json
+import re
+import secrets
 from typing import Any
 
 import pytest
@@ -232,6 +234,11 @@ def test_a_signature_finds_a_turn_behind_another_prompt() -> None:
         answer: dict[str, Any] = {"role": "assistant", "content": first["content"]}
         server.message(tools=[TOOL], messages=[user("Hi, edited"), answer, user("and?")])
         assert "Hm \n</think>\n\nWell" in last_prompt(server)
+        unsigned = {"type": "thinking", "thinking": "", "signature": ""}
+        blocks = [unsigned, *first["content"]]
+        parts = [{"role": "assistant", "content": [block]} for block in blocks]
+        server.message(tools=[TOOL], messages=[user("Hi, edited"), *parts, user("and?")])
+        assert "Hm \n</think>\n\nWell" in last_prompt(server)
         answer["content"][0]["signature"] = "of another"
         server.message(tools=[TOOL], messages=[user("Hi, edited"), answer, user("and?")])
         assert "Hm </think>Well" in last_prompt(server)
@@ -293,6 +300,39 @@ def test_the_attribution_is_left_out_of_the_system_text_alone() -> None:
         assert line(4) in quoted
 
 
+def cached_share(message: dict[str, Any]) -> float:
+    """Which part of the prompt was known."""
+    usage = message["usage"]
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    return usage["cache_read_input_tokens"] / sum(usage[part] for part in parts)
+
+
+def test_another_attribution_computes_nothing_anew() -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        shares: list[float] = []
+        for n in range(3):
+            line = f"x-anthropic-billing-header: cc_version=2.1.{n}; cch={n:05};"
+            system = [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]
+            shares.append(cached_share(server.message(system=system)))
+    assert shares[0] == 0 and min(shares[1:]) > 0.95
+
+
+def test_with_system_entries_anywhere_a_turn_goes_on_from_the_one_before() -> None:
+    """At positions 1, 3 and last, and an empty one; blocks at first, a string in the next turn."""
+    blocks = [{"type": "text", "text": "agents", "cache_control": {"type": "ephemeral"}}]
+    messages = [user("one"), {"role": "system", "content": blocks}, user("two")]
+    messages += [{"role": "system", "content": "skills"}, user("three")]
+    messages += [{"role": "system", "content": ""}, {"role": "system", "content": "left: 5"}]
+    with serving(ScriptedEngine("Hm</think>Hello")) as server:
+        first = server.message(messages=messages, tools=[TOOL])
+        before = server.engine.courses[0]
+        messages[1] = {"role": "system", "content": "agents"}
+        answer = {"role": "assistant", "content": first["content"]}
+        second = server.message(messages=[*messages, answer, user("four")], tools=[TOOL])
+    known = len(before.call.token_ids) + len(before.said)
+    assert second["usage"]["cache_read_input_tokens"] == known
+
+
 def test_a_system_entry_stays_in_its_place_in_either_form() -> None:
     with serving(ScriptedEngine("</think>Hello")) as server:
 
@@ -330,7 +370,7 @@ def test_a_system_entry_between_a_call_and_its_result_goes_behind_it() -> None:
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_start_a_compaction() -> None:
     with serving(ScriptedEngine("</think>Hello", context_tokens=500)) as server:
-        body = messages_body(messages=[user("x" * 1000)], stream=True)
+        body = messages_body(messages=[user("x" * 700)], stream=True)
         counted = server.ask("POST", "/v1/messages/count_tokens", json=body).json()
         response = server.ask("POST", "/v1/messages", json=body)
         assert response.status_code == 400
@@ -341,6 +381,13 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_start_a_compaction(
             "message": f"prompt is too long: {n} tokens > 499 maximum",
         }
         assert error["request_id"] == response.headers["request-id"]
+        # What passes the context many times is not counted to its end, for an answer.
+        body = messages_body(messages=[user("word " * 100_000)])
+        message = server.ask("POST", "/v1/messages", json=body).json()["error"]["message"]
+        match = re.fullmatch(r"prompt is too long: (\d+) tokens > 499 maximum", message)
+        assert match is not None and 1000 < int(match[1]) < 500_000
+        counted = server.ask("POST", "/v1/messages/count_tokens", json=body).json()
+        assert counted["input_tokens"] > 500_000
         # More than there is room for is asked for by every client, and lowered.
         server.message(max_tokens=32_000)
         call = server.engine.courses[-1].call
@@ -357,6 +404,29 @@ def test_an_image_is_refused_only_where_it_is_asked_about() -> None:
         assert prompt_of(server, messages=[*seen, user("and now?")]).count(IMAGE_NOTE) == 1
         turns = [user("Hi"), {"role": "assistant", "content": [call]}, user([result])]
         assert prompt_of(server, messages=turns, tools=[TOOL]).count(IMAGE_NOTE) == 1
+
+
+def test_what_a_program_puts_beside_its_results_is_no_question() -> None:
+    """A document that was read comes behind the result, in the same message or the next."""
+    call: dict[str, Any] = {"type": "tool_use", "id": "c1", "name": "Read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "a document"}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+    begun = [user("Hi"), {"role": "assistant", "content": [call]}]
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        for turns in ([user([result, pdf, IMAGE])], [user([result]), user([pdf, IMAGE])]):
+            prompt = prompt_of(server, messages=[*begun, *turns], tools=[TOOL])
+            assert "[document not shown" in prompt and IMAGE_NOTE in prompt
+
+
+@pytest.mark.parametrize("kind", ["auto", "any"])
+def test_one_call_at_a_time(kind: str) -> None:
+    both = calls(("Read", {"path": '"/a"'}), ("Read", {"path": '"/b"'}))
+    said = f"</think>{both}" if kind == "auto" else both.partition("calls>\n")[2]
+    with serving(ScriptedEngine(said)) as server:
+        for is_disabled, n in ((None, 2), (False, 2), (True, 1)):
+            choice = {"type": kind, "disable_parallel_tool_use": is_disabled}
+            message = server.message(tools=[TOOL], tool_choice=choice, max_tokens=900)
+            assert len(message["content"]) == n and message["stop_reason"] == "tool_use"
 
 
 def test_a_tool_choice_begins_a_call_without_thinking() -> None:
@@ -415,6 +485,10 @@ def test_what_a_request_says_of_sampling_is_obeyed() -> None:
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tools": [TOOL, TOOL]}, "unique"),
         ({"tool_choice": {"type": "any"}}, "tool"),
+        ({"tool_choice": "auto"}, "tool_choice: it is an object"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "it is true or false"),
+        ({"output_format": {"type": "json_schema"}}, "output_config.format"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "Other"}}, "Other"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
@@ -438,8 +512,9 @@ def test_what_cannot_be_answered_is_refused_by_name(body: dict[str, Any], words:
 def test_what_clients_send_beside_is_accepted_and_noted_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    field = f"field_of_{secrets.token_hex(4)}"
     extra: dict[str, Any] = {
-        "field_of_tomorrow": {"a": 1},
+        field: {"a": 1},
         "metadata": {"user_id": "{}"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "thinking": {"type": "adaptive", "display": "omitted"},
@@ -473,7 +548,8 @@ def test_what_clients_send_beside_is_accepted_and_noted_once(
             # The reasoning is shown even where the client does not: it sends it back.
             assert response.json()["content"][0]["thinking"] == "Hm"
         prompt = last_prompt(server)
-    assert caplog.text.count("field_of_tomorrow") <= 1
+    # Other tests may have sent the same beta.
+    assert caplog.text.count(field) == 1 and caplog.text.count("made-up-2030-01-01") <= 1
     assert '"name": "Deferred"' in prompt and "web_search" not in prompt
 
 

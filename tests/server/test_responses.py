@@ -296,6 +296,9 @@ def test_what_cannot_be_shown_becomes_a_line_and_what_cannot_run_is_left_out():
     text = prompt(*items, tools=[{"type": "web_search"}, *TOOLS])
     assert IMAGE_NOTE in text and "[input_file not shown" in text
     assert "web_search" not in text
+    result = {"type": "function_call_output", "call_id": "1", "output": "see below"}
+    seen = prompt(HI, CALL, result, {"role": "user", "content": [IMAGE]}, tools=TOOLS)
+    assert seen.count(IMAGE_NOTE) == 1
     output = {"type": "custom_tool_call_output", "call_id": "1", "output": "done"}
     patch = {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "x"}
     assert "<tool_result>done</tool_result>" in prompt(HI, patch, output, tools=PATCH)
@@ -325,9 +328,7 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice: it is"),
         ({"tool_choice": "required"}, "without any tool"),
         ({"instructions": 1}, "instructions: it is missing, or no string"),
-        ({"top_logprobs": 3}, "top_logprobs: it is not supported"),
         ({"max_output_tokens": 0}, "max_tokens is 0"),
-        ({"top_k": 3}, "top_k: it is not supported"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(changed: Object, sentence: str):

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from mlx_engine.server.app import create_app
-from mlx_engine.server.security import Access, is_loopback
-from mlx_engine.server.service import Service
+from mlx_engine.errors import BadRequest
+from mlx_engine.server.security import Access, is_loopback, origins
 from tests.scripted_engine import ScriptedEngine
-from tests.server.support import Server, messages_body, serving
+from tests.server.support import messages_body, serving
 
 KEY = "a key of ours"
 
@@ -104,26 +103,33 @@ def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == allowed
         assert response.headers["vary"] == "origin"
+        assert "request-id" in response.headers["access-control-expose-headers"]
         response = ask("OPTIONS", allowed)
         assert response.status_code == 204
         assert "POST" in response.headers["access-control-allow-methods"]
 
 
-def test_a_body_beyond_the_limit_is_not_read() -> None:
-    with serving(ScriptedEngine("</think>Hello")) as server:
-        small = Service(server.worker, server.engine.tokenizer, 100_000, max_body_bytes=1000)
-        limited = Server(create_app(small, Access()), small, server.engine)
-        body = messages_body(messages=[{"role": "user", "content": "x" * 2000}])
-        response = limited.ask("POST", "/v1/messages", json=body)
-        assert response.status_code == 413
-        assert response.json()["error"]["type"] == "request_too_large"
-        assert limited.ask("POST", "/v1/messages", json=messages_body()).status_code == 200
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("https://app.example", "https://app.example"),
+        ("https://app.example/", "https://app.example"),
+        ("HTTPS://App.Example:443", "https://app.example"),
+        ("http://[::1]:8080", "http://[::1]:8080"),
+        ("app://obsidian.md", "app://obsidian.md"),
+    ],
+)
+def test_an_origin_is_what_browsers_write(given: str, origin: str) -> None:
+    assert origins([given]) == {origin}
 
-        async def pieces() -> Any:  # sent in chunks, so that no length is announced
-            for _ in range(20):
-                yield b" " * 100
 
-        assert limited.ask("POST", "/v1/messages", content=pieces()).status_code == 413
+@pytest.mark.parametrize(
+    "given",
+    ["", "*", "null", "app.example", "https://*.example", "https://a/b", "https://a:x", "https://"],
+)
+def test_what_is_no_origin_is_refused(given: str) -> None:
+    with pytest.raises(BadRequest, match="give scheme, name and port"):
+        origins([given])
 
 
 @pytest.mark.parametrize(

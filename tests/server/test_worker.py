@@ -12,6 +12,7 @@ from mlx_engine.answer import TextDelta
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, Cancelled, ModelFileError
 from mlx_engine.job import Failed, Job, JobEvent, Overloaded, Stopped
+from mlx_engine.live import Stats
 from mlx_engine.respond import End, Event, Progress, Request, Timings
 from mlx_engine.turns import TurnRecord
 from mlx_engine.worker import AnsweringEngine, Worker
@@ -36,15 +37,26 @@ class Puppet:
         self.closed: list[str] = []
         self.threads: set[int] = set()
         self.faults: dict[str, Exception] = {}
+        self.pieces = 0
         self._gate = gate
 
-    def respond(
-        self,
-        request: Request,
-        *,
-        on_progress: Callable[[Progress], None] | None,
-        cancelled: Callable[[], bool],
-    ) -> Generator[Event]:
+    def session_stats(self) -> Stats:
+        return Stats()
+
+    def disk_stats(self) -> None:
+        return None
+
+    def save_piece(self) -> bool:
+        if not self.pieces:
+            return False
+        self._gate("piece")
+        self.pieces -= 1
+        self.steps.append("piece")
+        if "piece" in self.faults:
+            raise self.faults["piece"]
+        return True
+
+    def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
         assert isinstance(request.prompt, str)
         name, chunks, tokens = request.prompt.split()
         try:
@@ -75,8 +87,10 @@ class Turnstile:
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
         self.waiting = threading.Event()
+        self.name = ""
 
     def __call__(self, name: str) -> None:
+        self.name = name
         self.waiting.set()
         assert self._steps.acquire(timeout=PATIENCE_S)
 
@@ -146,6 +160,103 @@ def test_jobs_at_work_get_equal_time_and_not_equal_steps() -> None:
     chunks = [i for i, name in enumerate(puppet.steps) if name == "reading"][:4]
     between = [b - a - 1 for a, b in pairwise(chunks)]
     assert between == [12, 12, 12]
+
+
+class Follower:
+    """An engine whose jobs "second" wait until "first" has made so many steps."""
+
+    def __init__(self, first_steps: int) -> None:
+        self.turns = TurnRecord()
+        self.steps: list[str] = []
+        self.asked_in_vain = 0
+        self.most_begun = 0
+        self._begun = 0
+        self._first_steps = first_steps
+
+    def session_stats(self) -> Stats:
+        return Stats()
+
+    def disk_stats(self) -> None:
+        return None
+
+    def save_piece(self) -> bool:
+        return False
+
+    def is_over(self) -> bool:
+        return self.steps.count("first") >= self._first_steps
+
+    def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
+        name = str(request.prompt)
+        while name == "second" and not self.is_over():
+            if cancelled():
+                yield end("cancelled")
+                return
+            self.asked_in_vain += bool(self.steps)
+            yield Progress("waiting", 0, 9, 0.0, self.is_over)
+        self._begun += 1
+        self.most_begun = max(self.most_begun, self._begun)
+        for i in range(6):
+            self.steps.append(name)
+            yield Progress("prefill", i, 9, 0.0)
+        self._begun -= 1
+        yield end()
+
+
+def test_a_job_that_waits_is_not_asked_and_gets_no_more_than_its_share_later() -> None:
+    engine, go = Follower(4), threading.Event()
+
+    @contextmanager
+    def load(on_progress: Callable[[int, int], None]) -> Generator[AnsweringEngine]:
+        assert go.wait(PATIENCE_S)
+        yield engine
+
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1
+        return now_s
+
+    with working(load, clock=clock) as worker:
+        jobs = [worker.submit(Request(name)) for name in ("first", "second", "third")]
+        go.set()
+        for job in jobs:
+            assert isinstance(last(job), End)
+    # The third went on by turns with the first; then all three do.
+    assert engine.steps[:8].count("third") == 4 and "second" not in engine.steps[:7]
+    start = engine.steps.index("second")
+    assert engine.steps[start : start + 6].count("second") in (2, 3)
+    assert engine.asked_in_vain <= 1
+
+
+def test_jobs_that_wait_make_way_for_others() -> None:
+    engine, go = Follower(6), threading.Event()
+
+    @contextmanager
+    def load(on_progress: Callable[[int, int], None]) -> Generator[AnsweringEngine]:
+        assert go.wait(PATIENCE_S)
+        yield engine
+
+    with working(load, max_active=2, max_queued=6) as worker:
+        names = ("first", "second", "second", "second", "third", "third")
+        jobs = [worker.submit(Request(name)) for name in names]
+        with pytest.raises(Overloaded):
+            worker.submit(Request("late"))
+        go.set()
+        for job in jobs:
+            assert isinstance(last(job), End)
+    assert engine.steps.index("third") < engine.steps.index("second")
+    assert engine.most_begun == 2
+
+
+def test_a_job_that_waits_is_cancelled_at_once() -> None:
+    engine = Follower(10**9)
+    with working(loading(engine)) as worker:
+        second = worker.submit(Request("second"))
+        until(lambda: second.state == "waiting")
+        second.cancel()
+        event = last(second)
+        assert isinstance(event, End) and event.finish_reason == "cancelled"
 
 
 def test_jobs_beyond_the_active_ones_wait_in_their_order() -> None:
@@ -221,6 +332,29 @@ def test_a_fault_ends_its_job_alone(fault: Exception, caplog: pytest.LogCaptureF
     assert puppet.closed == ["broken", "sound", "later"]
     # What a client did wrong is no news for the log.
     assert ("out of memory" in caplog.text) == (not isinstance(fault, BadRequest))
+
+
+def test_what_waits_to_be_saved_goes_piece_by_piece_while_nobody_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with puppet_at_work() as (puppet, worker, turnstile):
+        first = worker.submit(Request("first 1 1"))
+        turnstile.wait_for_worker()
+        puppet.pieces = 3
+        turnstile.open(2)
+        # Nobody saves before the end of the answer is out.
+        assert isinstance(last(first), End)
+        until(lambda: turnstile.name == "piece")
+        second = worker.submit(Request("second 1 1"))
+        turnstile.open()
+        assert isinstance(last(second), End)
+        until(lambda: not puppet.pieces)
+        puppet.faults["piece"] = RuntimeError("[metal] out of memory")
+        puppet.pieces = 1
+        for name in ("third", "fourth"):
+            assert isinstance(last(worker.submit(Request(f"{name} 0 1"))), End)
+    assert puppet.steps[:7] == ["first", "first", "piece", "second", "second", "piece", "piece"]
+    assert puppet.steps.count("piece") == 4 and "out of memory" in caplog.text
 
 
 def test_a_fault_is_logged_without_what_it_quotes(caplog: pytest.LogCaptureFixture) -> None:
@@ -313,6 +447,28 @@ def test_a_load_ends_when_the_worker_stops() -> None:
     with working(load) as worker:
         assert is_loading.wait(PATIENCE_S)
     assert worker.state == "stopped" and worker.error is None
+
+
+def test_the_course_of_an_answer_is_told_without_waking_anybody() -> None:
+    job, woken = Job(Request("a"), lambda job: None), 0
+
+    def wake() -> None:
+        nonlocal woken
+        woken += 1
+
+    job.wake = wake
+    job.put(Progress("prefill", 0, 100, 0.0))
+    assert job.cached_tokens is None
+    job.put(Progress("waiting", 0, 100, 0.0))
+    assert job.state == "waiting" and job.cached_tokens is None
+    job.put(Progress("prefill", 40, 100, 0.0))
+    assert job.state == "prefill" and job.cached_tokens == 40
+    before = woken
+    for i in range(5):
+        job.put(Progress("decode", i + 1, 50, 2.0 + i / 10))
+    assert job.state == "decode" and woken == before and len(job.take()) == 3
+    assert job.completion_tokens == 5
+    assert job.decode_tokens_per_s == pytest.approx(10)
 
 
 def test_the_course_of_a_prefill_tells_its_speed_and_what_is_left() -> None:

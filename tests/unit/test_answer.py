@@ -12,6 +12,7 @@ from mlx_engine.answer import (
     AnswerReader,
     ReasoningDelta,
     TextDelta,
+    TokenLogprob,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -231,3 +232,34 @@ def test_random_tokens_and_their_cuts_give_one_answer():
         assert answers[0] == answers[1]
         n_calls += bool(answers[0][2])
     assert n_calls > 300
+
+
+@pytest.mark.parametrize(
+    ("said", "reasoning", "text"),
+    [
+        ("why</think>so it is", "why", "so it is"),
+        ("\n\nwhy\n\nnot\n\n</think>\n\nso\n\nit is\n\n", "why\n\nnot", "so\n\nit is\n\n"),
+        ("é\U0001f600</think>\u4f60", "é\U0001f600", "\u4f60"),
+        (f"why</think>so\n\n{F}", "why", "so"),
+        (f"why</think>so <{M} x", "why", f"so <{M} x"),
+        ("why</think>so STOP more", "why", "so "),
+    ],
+)
+def test_each_delta_has_the_scores_of_its_tokens(said: str, reasoning: str, text: str):
+    tokenizer = tiny_tokenizer()
+    reader = AnswerReader(tokenizer, starts_in_reasoning=True, tools={"f"}, stop=["STOP"])
+    events: list[AnswerEvent] = []
+    for i, token_id in enumerate(with_special_tokens(said, tokenizer)):
+        events += reader.push(token_id, TokenLogprob(tokenizer.spelling(token_id), -float(i), ()))
+        if reader.is_finished:
+            break
+    events += reader.finish()
+    assert (reader.reasoning, reader.text) == (reasoning, text)
+    deltas = [event for event in events if isinstance(event, ReasoningDelta | TextDelta)]
+    # In their order, and none twice.
+    order = [-scored.logprob for delta in deltas for scored in delta.logprobs]
+    assert order == sorted(set(order))
+    for kind, whole in ((ReasoningDelta, reasoning), (TextDelta, text)):
+        of_kind = [delta for delta in deltas if type(delta) is kind]
+        tokens = [scored.token for delta in of_kind for scored in delta.logprobs]
+        assert b"".join(tokens).decode() == whole

@@ -64,9 +64,20 @@ def test_ls_of_another_folder(folder: Path, tmp_path: Path):
     other = tmp_path / "other"
     folder.rename(other)
     assert len(lines(ds41("ls", "--kv-disk-dir", str(other)))) == 4
-    missing = ds41("ls")
-    assert (missing.exit_code, missing.stdout) == (2, "")
-    assert str(folder) in missing.stderr and "it is not there" in missing.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "prune", "purge"])
+def test_where_nothing_is_stored_yet(folder: Path, command: str):
+    assert ds41("purge").exit_code == 0
+    for _ in range(2):
+        result = ds41(command)
+        assert result.exit_code == 0
+        assert result.stdout == f"nothing is stored yet in {folder}\n"
+        if folder.exists():
+            folder.rmdir()
+    folder.write_text("a file")
+    result = ds41(command)
+    assert result.exit_code == 2 and "cannot be read" in result.stderr
 
 
 def test_a_time_that_is_none_is_no_crash(folder: Path):

@@ -114,7 +114,7 @@ def test_a_refusal_has_the_numbers() -> None:
     for part in (
         "298.6 GB of weights",
         f"{kept} kept beside them",
-        "1.40 GB for sessions of 1,048,576 tokens",
+        "1.41 GB for sessions of 1,048,576 tokens",
         "96.0 GB of 128.0 GB",
     ):
         assert part in message

@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_engine import prompt as chat
-from mlx_engine.errors import BadRequest, ModelFileError
-from mlx_engine.prompt import EFFORTS, Effort, Message
-from mlx_engine.tokenizer import SPELLINGS, Tokenizer
+from mlx_engine.errors import BadRequest, Cancelled, ModelFileError
+from mlx_engine.prompt import (
+    EFFORTS,
+    Bounds,
+    Effort,
+    Message,
+    TooManyTokens,
+    conversation,
+    encode,
+    encode_raw,
+    render,
+)
+from mlx_engine.tokenizer import SPELLINGS, Tokenizer, parts
 from tests.fake_engine import (
     released_tokenizer,
     released_tokenizer_json,
@@ -238,3 +248,101 @@ def test_default_answer_length(effort: Effort, expected: int):
     assert chat.default_max_tokens(effort, 10, 1000) == 990
     for prompt_tokens in (1000, 1001):
         assert chat.default_max_tokens(effort, prompt_tokens, 1000) == 1
+
+
+LINES = st.lists(
+    st.text(
+        st.sampled_from(["a", "Z", " ", "\n", "\r", "\t", "1", ".", ";", "_", "é", "中", "\u0301"]),
+        max_size=40,
+    ),
+    max_size=12,
+).map("\n".join)
+
+
+@settings(deadline=None, max_examples=200)
+@given(LINES)
+def test_a_text_in_parts_has_the_tokens_of_the_whole(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_engine.tokenizer._PART_CHARACTERS", 5)
+        assert "".join(parts(text)) == text
+        for tokenizer in (tiny_tokenizer(), released_tokenizer()):
+            in_parts = [i for part in parts(text) for i in tokenizer.encode_text(part)]
+            assert in_parts == tokenizer.encode_text(text)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(LINES.filter(str.strip), LINES), min_size=1, max_size=5))
+def test_a_conversation_that_grows_is_encoded_as_a_whole(turns: list[tuple[str, str]]) -> None:
+    tokenizer = released_tokenizer()
+    messages: list[Message] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_engine.tokenizer._PART_CHARACTERS", 5)
+        for asked, said in turns:
+            messages.append(Message("user", asked))
+            asking = conversation(messages, "off")
+            expected: list[int] = []
+            for piece in render(asking):
+                is_special, text = piece.is_special, piece.text
+                expected += (
+                    [tokenizer.special_id(text)] if is_special else tokenizer.encode_text(text)
+                )
+            assert list(encode(asking, tokenizer).token_ids) == expected
+            messages.append(Message("assistant", said))
+
+
+def test_a_grown_conversation_encodes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_json(tiny_tokenizer_json())
+    own, encoded = tokenizer.encode_text, list[str]()
+
+    def encode_text(text: str) -> list[int]:
+        encoded.append(text)
+        return own(text)
+
+    monkeypatch.setattr(tokenizer, "encode_text", encode_text)
+    long = "".join(f"Line {i} of a long text.\n" for i in range(4000))
+    messages = [Message("user", long), Message("assistant", "so"), Message("user", "And then?")]
+    encode(conversation(messages[:1], "off"), tokenizer)
+    assert "".join(encoded).count("Line") == 4000 and len(encoded) > 5
+    encoded.clear()
+    encode(conversation(messages, "off"), tokenizer)
+    assert sorted(encoded) == ["And then?", "so"]
+    encoded.clear()
+    # What is added to the end of a long text costs its last part.
+    encode_raw(long + "More of it.", tokenizer)
+    assert sum(map(len, encoded)) < len(long) / 4
+
+
+def test_a_prompt_beyond_its_bounds_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_json(tiny_tokenizer_json())
+    text = "Line by line.\n" * 20_000
+    own, n_encoded = tokenizer.encode_text, 0
+
+    def encode_text(text: str) -> list[int]:
+        nonlocal n_encoded
+        n_encoded += len(text)
+        return own(text)
+
+    monkeypatch.setattr(tokenizer, "encode_text", encode_text)
+    asked = conversation([Message("user", text)], "off")
+    with pytest.raises(TooManyTokens) as refused:
+        encode(asked, tokenizer, bounds=Bounds(most_tokens=100))
+    # The length alone says that there are too many.
+    assert n_encoded == 0
+    assert refused.value.least_tokens == len(text) / tokenizer.longest_token_bytes
+    monkeypatch.setattr(tokenizer, "longest_token_bytes", 10**6)
+    with pytest.raises(TooManyTokens) as refused:
+        encode(asked, tokenizer, bounds=Bounds(most_tokens=20_000))
+    assert 20_000 < refused.value.least_tokens < 50_000 and 0 < n_encoded < 50_000
+    asks = iter([False, False, False])
+    n_encoded = 0
+    with pytest.raises(Cancelled):
+        encode_raw("x" + text, tokenizer, Bounds(cancelled=lambda: next(asks, True)))
+    assert 0 < n_encoded < len(text) / 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(st.sampled_from(" .=-_\u3000a"), min_size=1, max_size=400))
+def test_no_token_stands_for_more_bytes_than_the_longest(text: str) -> None:
+    tokenizer = released_tokenizer()
+    n_bytes = [len(tokenizer.token_bytes(i)) for i in tokenizer.encode_text(text)]
+    assert max(n_bytes) <= tokenizer.longest_token_bytes == 128

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_engine.answer import AnswerEvent, AnswerReader, ReasoningDelta, StopStrings, TextDelta
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ContextTooLong
+from mlx_engine.progress import Prefilled
 from mlx_engine.prompt import Message, conversation, encode
 from mlx_engine.respond import End, Event, Progress, Request, respond
 from mlx_engine.sampling import Sampling
@@ -258,18 +259,23 @@ def test_a_prompt_beyond_the_context_is_the_engines_to_refuse():
 
 
 def test_progress_and_account():
-    told: list[Progress] = []
     engine = FakeEngine("why</think>so", known_tokens=5, chunk_tokens=40)
-    events, end = run(engine, HI, on_progress=told.append)
+    events, end = run(engine, HI)
     n = len(engine.calls[0].token_ids)
     assert 85 < n == end.prompt_tokens < 125
-    assert [(p.done_tokens, p.total_tokens) for p in told] == [(5, n), (45, n), (85, n), (n, n)]
-    first, last = (e for e in events if isinstance(e, Progress))
-    assert (events.index(first), events.index(last)) == (0, 1)
-    assert (first.done_tokens, last.done_tokens, last.total_tokens) == (0, n, n)
+    progress = [event for event in events if isinstance(event, Progress)]
+    told = [p for p in progress if p.stage == "prefill"]
+    assert told == events[: len(told)]
+    assert all(p.total_tokens == n for p in told)
+    # Each of the six tokens is told of, also one that has no text.
+    assert [(p.stage, p.done_tokens) for p in progress[len(told) :]] == [
+        ("decode", i + 1) for i in range(6)
+    ]
+    assert [p.done_tokens for p in told] == [0, 5, 45, 85, n, n]
     assert (end.cached_tokens, end.completion_tokens) == (5, 6)
-    times = [first.elapsed_s, *(p.elapsed_s for p in told), last.elapsed_s]
+    times = [p.elapsed_s for p in told]
     assert times == sorted(times)
+    last = told[-1]
     timings = end.timings
     assert last.elapsed_s == timings.prefill_s > 0
     assert timings.prefill_tokens_per_s == pytest.approx((n - 5) / timings.prefill_s)
@@ -289,15 +295,19 @@ def test_cancelled_while_answering():
     assert engine.tokens_made == end.completion_tokens == 10
 
 
-@pytest.mark.parametrize("n_told", [1, 2, 4])
-def test_cancelled_during_the_prefill(n_told: int):
-    told: list[Progress] = []
+@pytest.mark.parametrize("n_chunks", [0, 1, 2, 4])
+def test_cancelled_during_the_prefill(n_chunks: int):
+    told: list[Event] = []
     engine = FakeEngine("so", known_tokens=5, chunk_tokens=10)
-    _, end = run(engine, HI, on_progress=told.append, cancelled=lambda: len(told) == n_told)
+    # One tells of the start, another of what is known already.
+    for event in respond(engine, HI, cancelled=lambda: len(told) == 2 + n_chunks):
+        told.append(event)
+    *told, end = told
+    assert isinstance(end, End) and engine.is_closed
     assert (end.text, end.finish_reason, end.completion_tokens) == ("", "cancelled", 0)
-    assert len(told) == n_told
-    # The next chunk was done when it was asked; the rest of the prompt was never computed.
-    computed_tokens = 10 * n_told
+    assert len(told) == 2 + n_chunks
+    # The rest of the prompt was never computed.
+    computed_tokens = 10 * n_chunks
     timings = end.timings
     assert timings.prefill_tokens_per_s == pytest.approx(computed_tokens / timings.prefill_s)
     assert (timings.decode_s, timings.decode_tokens_per_s) == (0, 0)
@@ -456,3 +466,82 @@ def test_a_signature_finds_its_turn_anywhere():
 def test_impossible_requests_are_refused(values: dict[str, Any], sentence: str):
     with pytest.raises(BadRequest, match=sentence):
         Request(**values)
+
+
+def test_scores_are_told_where_they_are_asked_for():
+    tokenizer = tiny_tokenizer()
+    for logprobs in (None, 0, 2):
+        engine = FakeEngine("why</think>so")
+        events, _ = run(engine, Request("Hi", logprobs=logprobs))
+        deltas = [event for event in events if isinstance(event, ReasoningDelta | TextDelta)]
+        found = [scored for delta in deltas for scored in delta.logprobs]
+        if logprobs is None:
+            assert found == []
+            continue
+        assert b"".join(scored.token for scored in found) == b"whyso"
+        first = found[0]
+        assert first.logprob == -0.5 and len(first.top) == logprobs
+        expected = [tokenizer.spelling(engine.said[0] + i) for i in range(logprobs)]
+        assert [token for token, _ in first.top] == expected
+    with pytest.raises(BadRequest, match="from 0 to 20"):
+        Request("Hi", logprobs=21)
+
+
+def test_where_a_prompt_parts_from_an_earlier_one_is_logged_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO, logger="mlx_engine.respond")
+    messages = [
+        Message("system", "s" * 300),
+        Message("user", "ask"),
+        Message("assistant", "answer"),
+        Message("user", "secret"),
+    ]
+    request = Request(messages, effort="off")
+    prompt = request.encode(tiny_tokenizer())
+    roles = [role for _, role in prompt.turns]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+
+    class Parting(FakeEngine):
+        def __init__(self, parted_at: int | None) -> None:
+            super().__init__("so")
+            self._parted_at = parted_at
+
+        def generate(self, *args: Any, **options: Any) -> Any:
+            for step in super().generate(*args, **options):
+                if isinstance(step, Prefilled) and step.done_tokens == 0:
+                    yield Prefilled(0, step.total_tokens, self._parted_at)
+                else:
+                    yield step
+
+    in_user_turn = prompt.turns[3][0] + 2
+    for parted_at in (None, 40, in_user_turn):
+        caplog.clear()
+        run_all(Parting(parted_at), request)
+        told = [record.getMessage() for record in caplog.records]
+        if parted_at != in_user_turn:
+            assert told == []
+            continue
+        assert told == [
+            f"a prompt of {len(prompt.token_ids)} tokens parts from an earlier one at token "
+            f"{in_user_turn}, turn 4 (user): 0 are known"
+        ]
+
+
+def run_all(engine: FakeEngine, request: Request) -> None:
+    for _ in respond(engine, request):
+        pass
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded():
+    engine = FakeEngine(context_tokens=1000)
+    with pytest.raises(ContextTooLong, match="at least"):
+        run_all(engine, Request("x" * 20_000))
+    assert not engine.calls
+
+
+def test_an_encoding_that_is_cancelled_ends_the_answer():
+    engine = FakeEngine("so")
+    (end,) = respond(engine, HI, cancelled=lambda: True)
+    assert isinstance(end, End) and end.finish_reason == "cancelled"
+    assert not engine.calls

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.sampling import Sampler, Sampling
+from mlx_engine.sampling import Sampler, Sampling, score
 
 Array = NDArray[np.float32]
 
@@ -52,6 +52,7 @@ def kept(sampling: Sampling, logits: Array) -> set[int]:
     "values",
     [
         {"temperature": -0.1},
+        {"top_k": -1},
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"top_p": 0.0},
@@ -200,3 +201,40 @@ def test_a_full_vocabulary():
     drawn = draw(Sampling(top_p=0.9, seed=2), logits, 50)
     assert inside[drawn].all()
     assert len(set(drawn.tolist())) > 25
+
+
+@settings(deadline=None, max_examples=50)
+@given(some_logits, st.integers(1, 50))
+def test_top_k_draws_the_most_likely_and_of_equals_the_lowest_ids(logits: Array, k: int):
+    # So hot that none of them is rare.
+    likeliest = np.argsort(-logits, kind="stable")[:k].tolist()
+    assume(len(likeliest) <= 15)
+    assert kept(Sampling(temperature=100, top_k=k), logits) == set(likeliest)
+
+
+@settings(deadline=None, max_examples=50)
+@given(some_logits, st.integers(1, 8), shares, shares, seeds)
+def test_the_other_rules_see_only_what_top_k_keeps(
+    logits: Array, k: int, top_p: float, min_p: float, seed: int
+):
+    masked = np.full_like(logits, -np.inf)
+    likeliest = np.argsort(-logits, kind="stable")[:k]
+    masked[likeliest] = logits[likeliest]
+    found = draw(Sampling(top_p=top_p, min_p=min_p, seed=seed, top_k=k), logits, 20)
+    expected = draw(Sampling(top_p=top_p, min_p=min_p, seed=seed), masked, 20)
+    np.testing.assert_array_equal(found, expected)
+
+
+@settings(deadline=None, max_examples=100)
+@given(some_logits, st.integers(0, 45), st.data())
+def test_a_token_is_scored_by_the_models_own_probabilities(
+    logits: Array, n_top: int, data: st.DataObject
+):
+    token_id = data.draw(st.integers(0, logits.size - 1))
+    scored = score(mx.array(logits), token_id, n_top)
+    log_probs = np.log(probabilities(logits))
+    assert scored.token_id == token_id
+    assert scored.logprob == pytest.approx(log_probs[token_id], abs=1e-9)
+    order = np.argsort(-logits, kind="stable")[:n_top]
+    assert [token for token, _ in scored.top] == order.tolist()
+    np.testing.assert_allclose([logprob for _, logprob in scored.top], log_probs[order], atol=1e-9)

@@ -1,0 +1,178 @@
+"""The chat format as text, for training: messages, and what the model shall learn of them.
+
+A small second writer of the format (the engine's own renders with the vendor's package, which the
+training machine lacks); a test holds the two together. Fixed texts of the format are not spelled
+here but taken from the vendor's package by `format_texts`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+SYSTEM, USER, ASSISTANT = "<｜System｜>", "<｜User｜>", "<｜Assistant｜>"
+THINK, END_THINK, DSML = "<think>", "</think>", "｜DSML｜"
+SPECIAL = re.compile("|".join(map(re.escape, (BOS, EOS, SYSTEM, USER, ASSISTANT, DSML)))
+                      + "|</?think>")  # fmt: skip
+
+# How much the loss counts a token of what others write, where the model's own counts 1.
+OTHERS_WEIGHT = 0.1
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool's name and its arguments."""
+
+    name: str
+    arguments: Json
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message: of the `user`, of a `tool` (its results, in the order of the calls), or ours."""
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    results: tuple[str, ...] = ()
+
+
+@dataclass
+class Chat:
+    """A conversation; `thinks` asks for reasoning before each answer."""
+
+    system: str = ""
+    tools: list[Json] = field(default_factory=list[Json])
+    thinks: bool = False
+    turns: list[Turn] = field(default_factory=list[Turn])
+
+    def user(self, text: str) -> None:
+        self.turns.append(Turn("user", text))
+
+    def answer(self, text: str = "", reasoning: str = "", calls: Sequence[Call] = ()) -> None:
+        self.turns.append(Turn("assistant", text, reasoning, tuple(calls)))
+
+    def results(self, *texts: str) -> None:
+        self.turns.append(Turn("tool", results=texts))
+
+
+@dataclass(frozen=True)
+class FormatTexts:
+    """What the format says by itself: the effort line, and around the tools' definitions."""
+
+    effort: str
+    tools_head: str
+    tools_tail: str
+
+
+def format_texts() -> FormatTexts:
+    """Read the fixed texts off a prompt that the vendor's package renders."""
+    import deepseek_recipe as recipe
+
+    from mlx_engine import prompt
+
+    tool = recipe.ToolDefinition("f", "d", {})
+    conversation = recipe.Conversation(
+        [recipe.SystemMessage("sys"), recipe.UserMessage("hi")],
+        tools=[tool],
+        reasoning_effort="high",
+    )
+    text = "".join(piece.text for piece in prompt.render(conversation))
+    effort, rest = text.removeprefix(BOS + SYSTEM).split("sys", 1)
+    head, tail = rest.split(json.dumps({"name": "f", "description": "d", "parameters": {}}))
+    return FormatTexts(effort, head, tail.split(USER)[0])
+
+
+def spans(chat: Chat, texts: FormatTexts, *, opens: bool = False) -> Iterator[tuple[str, float]]:
+    """Yield the prompt's text in pieces with the weight of their loss.
+
+    `opens` ends it with the header of the answer that is asked for.
+    """
+    yield BOS, 0
+    head = (texts.effort if chat.thinks else "") + chat.system
+    if chat.tools:
+        head += texts.tools_head + "\n".join(map(json.dumps, chat.tools)) + texts.tools_tail
+    if head:
+        yield SYSTEM + head, 0
+    last_user = max((i for i, turn in enumerate(chat.turns) if turn.role != "assistant"), default=0)
+    header = ""
+    for i, turn in enumerate(chat.turns):
+        keeps = chat.thinks and (bool(chat.tools) or i > last_user)
+        if turn.role == "assistant":
+            yield ASSISTANT + (THINK if keeps else END_THINK), 0
+            yield (turn.reasoning + END_THINK if keeps else "") + _answer(turn) + EOS, 1
+        else:
+            text = turn.text or "\n\n".join(f"<tool_result>{r}</tool_result>" for r in turn.results)
+            yield USER + text, OTHERS_WEIGHT
+            header = ASSISTANT + (THINK if chat.thinks else END_THINK)
+    if opens:
+        yield header, 0
+
+
+def _answer(turn: Turn) -> str:
+    if not turn.calls:
+        return turn.text
+    return f"{turn.text}\n\n<{DSML} calls>\n" + "".join(map(_call, turn.calls)) + f"</{DSML} calls>"
+
+
+def _call(call: Call) -> str:
+    lines = [_parameter(name, value) for name, value in call.arguments.items()]
+    body = "\n".join(lines)
+    return f'<{DSML} invoke name="{call.name}">\n{body}\n</{DSML} invoke>\n'
+
+
+def _parameter(name: str, value: Any) -> str:
+    is_string = isinstance(value, str)
+    text = value if is_string else json.dumps(value)
+    kind = "true" if is_string else "false"
+    return f'<{DSML} parameter name="{name}" string="{kind}">{text}</{DSML} parameter>'
+
+
+class Encoder:
+    """Text in the chat format to token ids, special tokens by their spelling."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        content = json.loads(tokenizer_json)
+        self._special = {token["content"]: token["id"] for token in content["added_tokens"]}
+        self._plain = Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
+        self._memo: dict[str, list[int]] = {}
+
+    def text(self, text: str) -> list[int]:
+        """Plain text; short pieces are remembered, since the format repeats them."""
+        known = self._memo.get(text)
+        if known is None:
+            known = self._plain.encode(text, add_special_tokens=False).ids
+            if len(text) < 40 and len(self._memo) < 50_000:
+                self._memo[text] = known
+        return known
+
+    def marked(self, text: str) -> list[int]:
+        """Text in which special tokens are spelled out."""
+        ids: list[int] = []
+        end = 0
+        for match in SPECIAL.finditer(text):
+            ids += self.text(text[end : match.start()])
+            ids.append(self._special[match[0]])
+            end = match.end()
+        return ids + self.text(text[end:])
+
+    def document(
+        self, chat: Chat, texts: FormatTexts
+    ) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+        """Token ids of a whole conversation, and the weight of each as a target."""
+        ids: list[int] = []
+        weights: list[float] = []
+        for text, weight in spans(chat, texts):
+            new = self.marked(text)
+            ids += new
+            weights += [weight] * len(new)
+        return np.array(ids, np.uint16), np.array(weights, np.float32)

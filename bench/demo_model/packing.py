@@ -1,0 +1,109 @@
+"""Packs conversations into sequences of equal length, in processes of their own."""
+
+import multiprocessing as mp
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.demo_model.chat import Encoder, FormatTexts
+from bench.demo_model.tasks import chat_of
+
+PAD_ID = 2
+# The document number of what follows the last document.
+NO_DOCUMENT = 65535
+
+
+@dataclass(frozen=True)
+class Packed:
+    """ids uint16, documents uint16 and weights f32, each [B, T]: a token's weight as a target."""
+
+    ids: NDArray[np.uint16]
+    documents: NDArray[np.uint16]
+    weights: NDArray[np.float32]
+
+
+def pack(rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int) -> Packed:
+    """Fill B sequences of T tokens; a document begins at an even position and is cut at the end.
+
+    Half of the documents may be as long as the sequence, the others are short.
+    """
+    ids = np.full((B, T), PAD_ID, np.uint16)
+    documents = np.full((B, T), NO_DOCUMENT, np.uint16)
+    weights = np.zeros((B, T), np.float32)
+    for row in range(B):
+        at = number = 0
+        while at < T - 64:
+            room = T - at
+            tokens = room if rng.random() < 0.5 else min(room, rng.randint(150, 1500))
+            new, weight = encoder.document(chat_of(rng, tokens), texts)
+            new, weight = new[:room], weight[:room]
+            ids[row, at : at + new.size] = new
+            weights[row, at : at + new.size] = weight
+            documents[row, at : at + new.size] = number
+            number += 1
+            at += new.size + new.size % 2
+    return Packed(ids, documents, weights)
+
+
+class Feed:
+    """Batches of `tokens` tokens from worker processes, each from a seed of its own.
+
+    `lengths` of sequences are drawn from; setting them changes what is made from then on.
+    """
+
+    def __init__(self, prepared: Path, tokens: int, workers: int, seed: int) -> None:
+        context = mp.get_context("spawn")
+        self._lengths = context.Array("i", [0] * 8)
+        self._queue: Any = context.Queue(maxsize=2 * workers)
+        self._workers = [
+            context.Process(
+                target=_work,
+                args=(prepared, tokens, seed + i, workers, self._lengths, self._queue),
+                daemon=True,
+            )
+            for i in range(workers)
+        ]
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Draw from these lengths, evenly."""
+        with self._lengths.get_lock():
+            self._lengths[:] = [*lengths, *[0] * (8 - len(lengths))]
+
+    def start(self) -> None:
+        for worker in self._workers:
+            worker.start()
+
+    def __iter__(self) -> Iterator[Packed]:
+        while True:
+            yield Packed(*self._queue.get(timeout=60))
+
+    def waiting(self) -> int:
+        """Batches that are ready."""
+        return self._queue.qsize()
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.terminate()
+
+
+def load_prepared(prepared: Path) -> tuple[Encoder, FormatTexts]:
+    """The encoder and the texts that `prepare` wrote."""
+    import json
+
+    texts = FormatTexts(**json.loads((prepared / "texts.json").read_text()))
+    return Encoder((prepared / "tokenizer.json").read_text()), texts
+
+
+def _work(prepared: Path, tokens: int, seed: int, stride: int, lengths: Any, queue: Any) -> None:
+    encoder, texts = load_prepared(prepared)
+    while True:
+        rng = Random(seed)
+        T = rng.choice([length for length in lengths[:] if length])
+        packed = pack(rng, encoder, texts, tokens // T, T)
+        queue.put((packed.ids, packed.documents, packed.weights))
+        seed += stride

@@ -1,0 +1,89 @@
+"""Makes what training needs and the training machine cannot: tokenizer, configuration, texts.
+
+    python -m bench.demo_model.prepare FOLDER
+
+The tokenizer is byte-level BPE over the demo model's own conversations, with the special tokens of
+the release; the format's fixed texts are read off the vendor's package.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bench.demo_model import chat as chats
+from bench.demo_model.sizes import VOCAB_SIZE, demo_config
+from bench.demo_model.tasks import chat_of
+from mlx_engine.tiny_tokenizer import (
+    BOS,
+    EOS,
+    IMAGE,
+    NAMED_TOKENS,
+    PAD,
+    PLACEHOLDER,
+    tokenizer_config,
+)
+from mlx_engine.token_map import build_token_map
+
+_SAMPLES = 6000
+_SAMPLE_TOKENS = 1024
+
+
+def build_tokenizer(texts: chats.FormatTexts) -> Tokenizer:
+    """Train the tokenizer: BOS, EOS and pad as 0, 1 and 2, bytes and merges, special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    # Digits stay single, so that numbers are read and written alike wherever they stand.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(NAMED_TOKENS) - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[BOS, EOS, PAD],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_plain_texts(texts), trainer)
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in (BOS, EOS, PAD)])
+    tokenizer.add_tokens([AddedToken(t, normalized=t != IMAGE) for t in NAMED_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(PLACEHOLDER.format(0), normalized=False)])
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return tokenizer
+
+
+def _plain_texts(texts: chats.FormatTexts) -> Iterator[str]:
+    """What stands between the special tokens of many conversations; the fixed texts once."""
+    seen = chats.FormatTexts("", "", "")
+    for seed in range(_SAMPLES):
+        sample = chat_of(Random(-1 - seed), _SAMPLE_TOKENS)
+        for text, _ in chats.spans(sample, seen if seed else texts):
+            yield from chats.SPECIAL.split(text)
+
+
+def prepare(folder: Path) -> None:
+    """Write the tokenizer with its configuration and token map, config.json and texts.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = chats.format_texts()
+    tokenizer = build_tokenizer(texts)
+    token_map = build_token_map(tokenizer)
+    image = tokenizer.token_to_id(IMAGE)
+    assert image is not None
+    config = demo_config(int(token_map.max()) + 1, image)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    limit: int = config["text_config"]["max_position_embeddings"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(limit), indent=1))
+    np.save(folder / "token_map.npy", token_map)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "texts.json").write_text(json.dumps(asdict(texts), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))

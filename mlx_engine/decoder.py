@@ -1,0 +1,366 @@
+"""Decoder: steps of one token as graphs that MLX compiled, for GPUs that would wait for Python.
+
+A form of a step is traced once and replayed. What a position decides is an input of its graph, and
+rows that grow are seen up to the next multiple of VIEW_ROWS, so that a form lasts. A step is two
+graphs: what lies below the first Engram layer needs no table rows, so `begin` can hand it to the
+device before the token's id is on the host. The state stays the session's: its arrays go in, and
+what comes out takes their places.
+"""
+
+from collections.abc import Callable, Hashable
+from copy import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TypeAlias, cast
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_engine.chunk import Chunk
+from mlx_engine.config import TILE, ModelConfig
+from mlx_engine.engram import EngramRows
+from mlx_engine.layer_plan import LayerPlan
+from mlx_engine.model import Model
+from mlx_engine.ops.front import Ring
+from mlx_engine.ops.rope import Rotation, rope_frequencies
+from mlx_engine.state import GrowingRows, SessionState, Window
+
+VIEW_ROWS = 1024
+# Forms that are kept: those of two lengths and both parities, below and above.
+_KEPT_FORMS = 8
+_RATIOS = (1, 2)
+
+Arrays: TypeAlias = list[mx.array]
+# What the host gives and the state's arrays; what the next graph takes or the logits, and the
+# state's arrays.
+Graph: TypeAlias = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The lower part of a step whose id was not known: from which windows, and what it made."""
+
+    token: mx.array
+    position: int
+    given: Arrays
+    outputs: Arrays
+    windows: Arrays
+
+    def is_of(self, token_id: int, position: int, windows: Arrays) -> bool:
+        """Whether this is the step with a token at a position after these very windows."""
+        same = all(a is b for a, b in zip(self.given, windows, strict=True))
+        return same and self.position == position and self.token.item() == token_id
+
+
+class Decoder:
+    """Single steps of a model on the states of its sessions; `traced` counts the forms so far.
+
+    `is_on` says whether sessions use it, by default on NVIDIA GPUs.
+    """
+
+    def __init__(self, model: Model, *, is_on: bool | None = None) -> None:
+        on_cuda = mx.default_device() == mx.gpu and mx.cuda.is_available()
+        self.is_on = on_cuda if is_on is None else is_on
+        self.traced = 0
+        self._model = model
+        self._graphs: dict[Hashable, Graph] = {}
+        self._begun: _Begun | None = None
+        self._place: tuple[int, mx.array] | None = None
+        engram, sources = model.config.engram, model.config.kv_source_layer_ids
+        first = engram.layer_ids[0] if engram else 0
+        # Rows that grow are written in place, which a step that does not come would not undo.
+        self._lower = first if first <= min(sources) else 0
+
+    def fits(self, state: SessionState) -> bool:
+        """Whether this makes the state's next step: with windows that are full."""
+        at = state.position
+        return self.is_on and all(window.ring(at, 1) is not None for window in state.windows)
+
+    def begin(self, token: mx.array, state: SessionState) -> None:
+        """Hand the part of the next step to the device that needs the token, of one id, only there.
+
+        `step` goes on from it if its id is that one.
+        """
+        if self._lower == 0 or not self.fits(state):
+            return
+        outputs, windows = self._run_lower(token, state)
+        given = _arrays(state)[: self._lower]
+        self._begun = _Begun(token, state.position, given, outputs, windows)
+        mx.async_eval(*outputs, *windows)
+
+    def step(self, token_id: int, state: SessionState, rows: EngramRows | None) -> mx.array:
+        """Append a token, with the rows of its Engram layers: f32 logits [V], under way."""
+        config, at = self._model.config, state.position
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.is_of(token_id, at, _arrays(state)[: self._lower]):
+            carried, windows = begun.outputs, begun.windows
+        else:
+            carried, windows = self._run_lower(mx.array([token_id], mx.uint32), state)
+        for source, keys in state.index_keys.items():
+            for part in (state.compressed[source], keys.codes, keys.scales):
+                part.reserve(_seen((at + 1) // state.ratios[source]))
+        graph = self._graph(self._form(state), self._upper_graph, state)
+        inputs = [*carried, self._placed(at), *_packed(rows, config)]
+        (logits,), arrays = graph(inputs, _arrays(state)[self._lower :])
+        # From here on nobody else holds the rows that grow, so they are written in place.
+        _put(state, [*windows, *arrays])
+        _advance(state)
+        del arrays
+        # What the next position decides crosses to the device beside this step's work.
+        ahead = mx.array(_inputs(config, at + 1)) + mx.array(0, mx.uint32)
+        self._place = at + 1, ahead
+        mx.async_eval(logits, ahead, *state.arrays())
+        return logits
+
+    def _run_lower(self, token: mx.array, state: SessionState) -> tuple[Arrays, Arrays]:
+        """What the layers below the first Engram layer make of a token, and their windows."""
+        graph = self._graph("lower", self._lower_graph, state)
+        inputs = [token.reshape(1), self._placed(state.position)]
+        return graph(inputs, _arrays(state)[: self._lower])
+
+    def _placed(self, position: int) -> mx.array:
+        if self._place is None or self._place[0] != position:
+            self._place = position, mx.array(_inputs(self._model.config, position))
+        return self._place[1]
+
+    def _graph(
+        self, form: Hashable, make: Callable[[SessionState], Graph], state: SessionState
+    ) -> Graph:
+        """The graph of a form. The first step of one runs as it is.
+
+        Kernels are checked at their first launch, which a trace cannot do.
+        """
+        if form in self._graphs:
+            # The one that was used last goes last.
+            self._graphs[form] = self._graphs.pop(form)
+            return self._graphs[form]
+        self.traced += 1
+        if len(self._graphs) == _KEPT_FORMS:
+            del self._graphs[next(iter(self._graphs))]
+        graph = make(state)
+        self._graphs[form] = mx.compile(graph)
+        return graph
+
+    def _form(self, state: SessionState) -> Hashable:
+        """What the upper trace depends on besides its inputs."""
+        config, after = self._model.config, state.position + 1
+        lengths = [after // state.ratios[source] for source in state.compressed]
+        block, blocks = config.candidate_block_size, config.candidate_topk_blocks
+        return (
+            after % max(_RATIOS),
+            *(_seen(n) for n in lengths),
+            *(n > config.index_topk for n in lengths),
+            *(-(-n // block) > blocks for n in lengths),
+            *(rows.buffer.shape[0] for rows in state.compressed.values()),
+        )
+
+    def _lower_graph(self, state: SessionState) -> Graph:
+        model, lower, counts = self._model, self._lower, _counts(state)
+
+        def graph(inputs: Arrays, windows: Arrays) -> tuple[Arrays, Arrays]:
+            token, place = inputs
+            chunk = _Step(model.config, counts.position + 1, place)
+            given = _given(counts, chunk, windows)
+            streams, pre = model.embedded(mx.broadcast_to(token, (1, model.config.hc_mult)))
+            for layer in range(lower):
+                output = model.block(
+                    layer, model.enter(layer, streams, pre, chunk, None), 1, chunk, given
+                )
+                streams, pre = output.written(), output.mixing.pre
+            return [streams, pre], _arrays(given)[:lower]
+
+        return graph
+
+    def _upper_graph(self, state: SessionState) -> Graph:
+        model, lower, counts = self._model, self._lower, _counts(state)
+        top = model.config.num_hidden_layers - 1
+
+        def graph(inputs: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
+            streams, pre, place, *memory = inputs
+            chunk = _Step(model.config, counts.position + 1, place)
+            given = _given(counts, chunk, arrays, lower)
+            rows = _unpacked(memory, model.config)
+            entered = model.enter(lower, streams, pre, chunk, rows)
+            for layer in range(lower, top + 1):
+                model.publish(layer, entered.x, chunk, given)
+                output = model.block(layer, entered, 1, chunk, given)
+                if layer < top:
+                    entered = model.between(output, layer + 1, chunk, rows)
+                else:
+                    streams, pre = output.written(), output.mixing.pre
+            return [model.head(streams, pre)[0]], _arrays(given)[lower:]
+
+        return graph
+
+
+class _Step(Chunk):
+    """A single token's chunk, of what `_inputs` made."""
+
+    def __init__(self, config: ModelConfig, end: int, place: mx.array) -> None:
+        R, counts = config.qk_rope_head_dim, len(_RATIOS)
+        turns, integers = place[: 6 * R].view(mx.float32), place[6 * R :].view(mx.int32)
+        plain, compressed, self._group = (
+            Rotation(*(turns[first + i : first + i + R].reshape(1, -1, 2) for i in (0, R)))
+            for first in range(0, 6 * R, 2 * R)
+        )
+        super().__init__(config, end, plain, compressed)
+        self.slot = integers[:1].reshape(())
+        self._visible = {ratio: integers[1 + i :][:1] for i, ratio in enumerate(_RATIOS)}
+        self.ends = {ratio: integers[1 + counts + i :][:1] for i, ratio in enumerate(_RATIOS)}
+
+    def at_groups(self, first: int, groups: int, ratio: int) -> Rotation:
+        return self._group if ratio > 1 else self.compressed
+
+    def visible(self, plan: LayerPlan, queries: int) -> mx.array:
+        return self._visible[plan.ratio]
+
+    def start(self, *arrays: mx.array) -> None:
+        """Nothing is computed while a graph is traced."""
+
+
+class _Window(Window):
+    """A full window whose next slot is an array."""
+
+    def __init__(self, like: Window, slot: mx.array) -> None:
+        self.rows, self.end, self.count = like.rows, like.end, like.count
+        self._slot = slot
+
+    def ring(self, first_position: int, N: int) -> Ring | None:
+        ring = super().ring(first_position, N)
+        assert ring is not None, "the windows are full"
+        return Ring(ring.rows, self._slot)
+
+
+class _Rows(GrowingRows):
+    """Rows whose end is an array; there is room for one more."""
+
+    def __init__(self, like: GrowingRows, end: mx.array) -> None:
+        self.buffer, self.length = like.buffer, like.length
+        self._end = end
+
+    def append(self, new: mx.array) -> None:
+        # Of MLX's ways to write at a place that is an array, the one that costs a single launch.
+        at = mx.broadcast_to(self._end, new.shape)
+        self.buffer = mx.put_along_axis(self.buffer, at, new, axis=0)
+        self.length += 1
+
+    def view(self) -> mx.array:
+        return self.buffer[: _seen(self.length)]
+
+
+def _counts(state: SessionState) -> SessionState:
+    """A copy without the arrays, which would stay in memory with the graph."""
+    made = _copied(state)
+    _put(made, [mx.zeros((0, 0))] * len(_places(made)))
+    return made
+
+
+def _given(counts: SessionState, chunk: _Step, arrays: Arrays, first: int = 0) -> SessionState:
+    """The state as a graph sees it, with its arrays from the `first` on."""
+    given = _copied(counts)
+    given.windows = list[Window](_Window(window, chunk.slot) for window in given.windows)
+    for source, keys in given.index_keys.items():
+        end = chunk.ends[given.ratios[source]]
+        given.compressed[source] = _Rows(given.compressed[source], end)
+        keys.codes, keys.scales = _Rows(keys.codes, end), _Rows(keys.scales, end)
+    _put(given, arrays, first)
+    return given
+
+
+def _copied(state: SessionState) -> SessionState:
+    """A state of its own that refers to the same arrays."""
+    made = copy(state)
+    made.windows = [copy(window) for window in state.windows]
+    made.compressed = {source: copy(rows) for source, rows in state.compressed.items()}
+    made.index_keys = {source: copy(keys) for source, keys in state.index_keys.items()}
+    for keys in made.index_keys.values():
+        keys.codes, keys.scales = copy(keys.codes), copy(keys.scales)
+    made.pending = {source: copy(group) for source, group in state.pending.items()}
+    return made
+
+
+def _arrays(state: SessionState) -> Arrays:
+    return list(state.arrays())
+
+
+def _places(state: SessionState) -> list[tuple[object, str]]:
+    """Where a state keeps its arrays, in the order of `SessionState.arrays`."""
+    keys = [part for each in state.index_keys.values() for part in (each.codes, each.scales)]
+    growing = [*state.compressed.values(), *keys]
+    return [
+        *((window, "rows") for window in state.windows),
+        *((rows, "buffer") for rows in growing),
+        *((group, name) for group in state.pending.values() for name in ("kv", "gate")),
+    ]
+
+
+def _put(state: SessionState, arrays: Arrays, first: int = 0) -> None:
+    for (owner, name), array in zip(_places(state)[first:], arrays, strict=False):
+        setattr(owner, name, array)
+
+
+def _advance(state: SessionState) -> None:
+    """Count the token whose rows the arrays have."""
+    state.position += 1
+    for window in state.windows:
+        window.end, window.count = state.position, window.rows.shape[0]
+    for source, keys in state.index_keys.items():
+        for part in (state.compressed[source], keys.codes, keys.scales):
+            part.length = state.position // state.ratios[source]
+
+
+def _seen(length: int) -> int:
+    return -(-length // VIEW_ROWS) * VIEW_ROWS
+
+
+def _inputs(config: ModelConfig, position: int) -> NDArray[np.uint32]:
+    """What a position decides, 4 bytes each: rotations f32, then slot, counts and ends int32."""
+    group = position // 2 * 2
+    turns = [(position, config.rope_theta, None)]
+    turns += [(at, config.compress_rope_theta, config.yarn) for at in (position, group)]
+    numbers: list[NDArray[np.float32]] = []
+    for at, theta, yarn in turns:
+        angles = np.float32(at) * rope_frequencies(config.qk_rope_head_dim, theta, yarn)
+        cos, sin = np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)
+        numbers.append(np.stack([cos, cos, -sin, sin]).reshape(2, 2, -1).swapaxes(1, 2).ravel())
+    integers = [
+        position % config.sliding_window,
+        *((position + 1) // ratio for ratio in _RATIOS),
+        *(position // ratio for ratio in _RATIOS),
+    ]
+    turned = np.concatenate(numbers).astype(np.float32).view(np.uint32)
+    return np.concatenate([turned, np.array(integers, np.uint32)])
+
+
+def _packed(rows: EngramRows | None, config: ModelConfig) -> Arrays:
+    """The rows of all Engram layers in one array, for one crossing: codes and scales of each."""
+    if config.engram is None:
+        return []
+    assert rows is not None
+    parts = [part.ravel() for layer in config.engram.layer_ids for part in rows.result(layer)]
+    packed = np.zeros(sum(_padded(part.size) for part in parts), np.uint8)
+    first = 0
+    for part in parts:
+        packed[first : first + part.size] = part
+        first += _padded(part.size)
+    return [mx.array(packed)]
+
+
+def _unpacked(memory: Arrays, config: ModelConfig) -> EngramRows | None:
+    if config.engram is None:
+        return None
+    columns, first = config.engram.columns, 0
+    pairs: dict[int, list[mx.array]] = {}
+    for layer in config.engram.layer_ids:
+        pairs[layer] = []
+        for width in (config.engram.head_dim, config.engram.head_dim // TILE):
+            part = memory[0][first : first + columns * width]
+            pairs[layer].append(part.reshape(1, columns, width))
+            first += _padded(columns * width)
+    return cast(EngramRows, SimpleNamespace(result=pairs.__getitem__))
+
+
+def _padded(n_bytes: int) -> int:
+    """As far as the next place where kernels may load 16 bytes."""
+    return -(-n_bytes // 16) * 16

@@ -1,0 +1,56 @@
+"""The README's two commands: `ds41 serve` and `ds41 launch claude`, with the tiny random model."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mlx_engine.tiny import tiny_checkpoint
+from tests.clients import claude_code
+from tests.server.test_serve import COMMAND, running
+
+PATIENT_S = 300
+JSON = ("--output-format", "json")
+
+
+@pytest.mark.parametrize("version", claude_code.VERSIONS)
+def test_a_turn_by_the_commands_of_the_readme(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = claude_code.program(version)
+    monkeypatch.delenv("DS41_MODEL", raising=False)
+    monkeypatch.setenv("DS41_CACHE_DIR", str(tmp_path / "cache"))
+    tiny_checkpoint(tmp_path / "cache")
+    program = tmp_path / "bin" / "claude"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    program.chmod(0o755)
+    home = tmp_path / "home"
+    home.mkdir()
+    variables = {
+        **os.environ,
+        **claude_code.ALONE,
+        "HOME": str(home),
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        # Random words come to their end by chance, those of a reasoning often without an answer.
+        "CLAUDE_CODE_EXTRA_BODY": json.dumps({"thinking": {"type": "disabled"}}),
+    }
+    short = ("--system-prompt", "Be brief.", "--tools", "Read")
+    with running("--kv-disk-dir", "none") as server:
+        run = subprocess.run(
+            [*COMMAND, "launch", "claude", "--url", server.address, "-p", "Hi", *JSON, *short],
+            env=variables,
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENT_S,
+        )
+        assert server.stop() == 0
+    assert run.returncode == 0, run.stdout + run.stderr
+    printed = json.loads(run.stdout)
+    assert not printed["is_error"] and printed["stop_reason"] == "end_turn"
+    assert "POST '/v1/messages' 200" in server.errors and "Traceback" not in server.errors

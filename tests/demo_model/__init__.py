@@ -1,0 +1,1 @@
+"""The demo model's data, sizes and export, and its training form beside the engine."""

@@ -1,0 +1,129 @@
+"""Steps of the decoder are those of the model, at every place where its graphs change."""
+
+from collections.abc import Generator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_engine import decoder
+from mlx_engine.decoder import Decoder
+from mlx_engine.session import Session
+from tests.engine.support import load, tiny_config
+
+STEPS = 11
+
+
+@pytest.fixture(params=["as it is", pytest.param("compiled", marks=pytest.mark.slow)])
+def _compiling(request: pytest.FixtureRequest) -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
+    """On the CPU MLX compiles with the C++ compiler, which takes minutes."""
+    if request.param == "as it is":
+        mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("_compiling")
+def test_steps_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small enough that a view grows within these steps, and so does a buffer.
+    monkeypatch.setattr(decoder, "VIEW_ROWS", 16)
+    monkeypatch.setattr("mlx_engine.state.FIRST_ROWS", 1)
+    monkeypatch.setattr("mlx_engine.state.SPARE_ROWS", 1)
+    subject = load(tiny_config(), 0)
+    model, window = subject.model, subject.model.config.sliding_window
+    ids = np.random.default_rng(1).integers(3, 90, window // 2 + 4 * STEPS).tolist()
+    prompt = ids[: window // 2]
+    compiled = Decoder(model, is_on=True)
+    sessions = [
+        Session(model, subject.reader, prefill="full", decoder=each)
+        for each in (compiled, Decoder(model, is_on=False))
+    ]
+    for session in sessions:
+        session.sync(prompt)
+
+    def step(token: int, *, is_begun: bool = False) -> None:
+        ours, plain = sessions
+        if is_begun:
+            ours.begin_step(mx.array(token, mx.uint32))
+        found, right = (session.step(token) for session in (ours, plain))
+        assert np.allclose(found, right, rtol=1e-4, atol=1e-4)
+        assert ours.position == plain.position == ours.state.position
+        for at, theirs in zip(ours.state.windows, plain.state.windows, strict=True):
+            assert (at.end, at.count) == (theirs.end, theirs.count)
+
+    # From windows that are not full over their end and around; odd positions and even ones.
+    for n, token in enumerate(ids[len(prompt) : window + 2 * STEPS]):
+        step(token, is_begun=n % 3 == 0)
+    assert compiled.traced > 3
+    for session in sessions:
+        session.keep_checkpoint()
+    place = sessions[0].checkpoints[-1].position
+    traced = compiled.traced
+    # A step that was begun for another token, and one that never came.
+    for token in (7, 8, 9):
+        sessions[0].begin_step(mx.array(token + 1, mx.uint32))
+        step(token)
+    sessions[0].begin_step(mx.array(5, mx.uint32))
+    for session in sessions:
+        session.rewind(place)
+    assert sessions[0].position == place
+    for token in (5, 11, 12, 13):
+        step(token)
+    assert compiled.traced <= traced + 4
+    # A step that was begun before the timeline took another way to the same place.
+    sessions[0].begin_step(mx.array(6, mx.uint32))
+    for session in sessions:
+        session.sync(
+            [*session.token_ids[: window // 2].tolist(), *[4] * (session.position - window // 2)]
+        )
+    step(6)
+    # Two timelines share the graphs, not their rows.
+    fork = sessions[0].fork(sessions[0].checkpoints[-1])
+    before = [a.tolist() for a in sessions[0].state.arrays()]
+    fork.step(3)
+    assert [a.tolist() for a in sessions[0].state.arrays()] == before
+    step(14)
+
+
+def test_a_step_goes_on_from_what_was_begun_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mx.disable_compile()
+    try:
+        subject = load(tiny_config(), 0)
+        model, entered = subject.model, list[mx.array]()
+        session = Session(model, subject.reader, decoder=Decoder(model, is_on=True))
+        session.sync(list(range(3, 3 + 2 * model.config.sliding_window)))
+        embedded = model.embedded
+
+        def noting(ids: mx.array) -> tuple[mx.array, mx.array]:
+            entered.append(ids)
+            return embedded(ids)
+
+        monkeypatch.setattr(model, "embedded", noting)
+        session.begin_step(mx.array(7, mx.uint32))
+        session.step(7)
+        assert len(entered) == 1
+        session.begin_step(mx.array(8, mx.uint32))
+        session.step(9)
+        assert [ids[0, 0].item() for ids in entered] == [7, 8, 9]
+    finally:
+        mx.enable_compile()
+
+
+def test_a_plain_session_never_uses_it() -> None:
+    subject = load(tiny_config(), 0)
+    session = Session(subject.model, subject.reader)
+    session.sync(list(range(3, 3 + subject.model.config.sliding_window)))
+    unused = Decoder(subject.model)
+    assert not unused.is_on
+    assert not unused.fits(session.state)
+
+
+def test_only_a_full_window_fits() -> None:
+    subject = load(tiny_config(), 0)
+    one = Decoder(subject.model, is_on=True)
+    session = Session(subject.model, subject.reader, decoder=Decoder(subject.model, is_on=False))
+    window = subject.model.config.sliding_window
+    session.sync(list(range(3, 3 + window // 2)))
+    assert not one.fits(session.state)
+    session.sync(list(range(3, 3 + window)))
+    assert one.fits(session.state)
