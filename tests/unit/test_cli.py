@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import mlx_engine
-from mlx_engine.cli.start import main
 from mlx_engine.cli.main import app
+from mlx_engine.cli.start import main
 from mlx_engine.errors import (
     BadRequest,
     CacheCorrupt,
