@@ -1,5 +1,5 @@
 # make ds41     .venv with the locked packages and the command .venv/bin/ds41
-# make check    the whole gate: format, lint, types, tests
+# make check    the gate: format, lint, types, tests
 # make load     fifty clients that come and go for three minutes
 # make soak     500 turns of an agent, and what the process holds after them
 # make sweep    the kernels at the released model's widths, executed on the CPU: takes minutes

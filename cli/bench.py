@@ -62,7 +62,7 @@ def kernels_command(
         ),
     ] = False,
 ) -> None:
-    """Check and time every kernel on random data at the model's widths; takes 2 GB of memory."""
+    """Check and time each operation on random data at the model's widths; takes 2 GB of memory."""
     import mlx.core as mx
 
     from mlx_engine import kernel_bench

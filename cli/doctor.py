@@ -5,6 +5,7 @@ What cannot be checked is said to be so. Nothing heavy is imported before the co
 """
 
 import json
+import os
 import re
 import socket
 import urllib.error
@@ -22,7 +23,7 @@ from mlx_engine.cli.kv_disk import SPACE, kv_directory, parse_bytes
 from mlx_engine.cli.machine import Machine
 from mlx_engine.cli.options import ContextOption
 from mlx_engine.cli.serve import PORT
-from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.errors import BadRequest, CacheUnusable, ModelFileError
 
 if TYPE_CHECKING:
     from mlx_engine.config import ModelConfig
@@ -268,6 +269,10 @@ class Checks:
             seen = f"{self.kv_directory} cannot be used: {error.strerror}"
             yield Finding("disk cache", "problem", seen, "name another by --kv-disk-dir, or none")
             return
+        if refused := _refused(self.kv_directory):
+            todo = "name another folder with --kv-disk-dir, or none"
+            yield Finding("disk cache", "problem", refused, todo)
+            return
         kept_bytes = min(int(total_bytes * FLOOR_SHARE), FLOOR_BYTES)
         room_bytes, space_bytes = free_bytes - kept_bytes, parse_bytes(SPACE)
         seen = f"{self.kv_directory}: {_gb(free_bytes)} free, {_gb(kept_bytes)} are left to others"
@@ -339,6 +344,21 @@ def _server_state(port: int) -> str | None:
         return None
     state = cast("dict[str, object]", said).get("status") if isinstance(said, dict) else None
     return state if state in ("loading", "ready", "failed", "stopped") else None
+
+
+def _refused(folder: Path) -> str | None:
+    """Why a folder cannot be a cache's, None where nothing speaks against it."""
+    from mlx_engine.diskcache.check import is_empty
+    from mlx_engine.diskcache.files import Files
+    from mlx_engine.diskcache.store import Store
+
+    try:
+        if not is_empty(folder):
+            Store.existing(folder, Files())
+    except CacheUnusable as error:
+        return str(error).rstrip(".")
+    above = _existing(folder)
+    return None if os.access(above, os.W_OK) else f"{above} cannot be written to"
 
 
 def _existing(folder: Path) -> Path:

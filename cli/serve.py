@@ -99,8 +99,9 @@ def serve_command(
     origin is allowed, and so is whoever calls the server by a foreign name.
     The log names requests and never what they say.
 
-    Ctrl-C and SIGTERM end open answers with an error that tells clients to
-    try again, and keep what was computed; a second one waits for nothing.
+    Ctrl-C, SIGTERM and SIGHUP end open answers with an error that tells clients
+    to try again, and keep what was computed up to the last place that can be
+    resumed; a second one waits for nothing.
 
     Examples:
 

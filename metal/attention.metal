@@ -17,8 +17,7 @@
 // simdgroup. From 80 groups of heads on (10 queries), nothing is cut and store_out ends the work.
 // 640 rows are 215 KB and 84 MFLOP for 64 heads, 390 FLOP for each byte of a row; with the sums of
 // the slices, written by one launch and read by the next, 28 for each byte.
-// To be measured on a Mac: every tile reads its heads' q again, and turns it again. For 8 heads q
-// would fit into 32 registers of a thread.
+// Every tile reads its heads' q again, and turns it again.
 
 constant constexpr int THREADS = 256;
 constant constexpr int SIMDGROUPS = THREADS / 32;

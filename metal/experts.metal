@@ -25,8 +25,8 @@
 // down: a simdgroup makes DOWN_ROWS rows of out over all experts of all tokens, so that nothing is
 // added up between threadgroups: 2,560 simdgroups, 32 a core, each with the loads of two rows under
 // way. Threadgroup memory: 12 bytes for each of tokens * k ids.
-// To be measured on a Mac: a simdgroup reads activations for its two rows alone, in down twice the
-// bytes of the weights, all from a cache. Four rows would halve that, for twice the registers.
+// A simdgroup reads activations for its two rows alone: in down that is 1.7 times the bytes of the
+// weights, which may come from a cache.
 
 constant constexpr uint CHUNK = 16;
 constant constexpr uint GATE_ROWS = 2;
@@ -248,9 +248,10 @@ inline uint list_experts(
     uint threads) {
     constexpr uint PAIRS = TOKENS * K;
     for (uint p = thread_index; p < PAIRS; p += threads) {
+        const int own = ids[p];
         uint first = 1;
         for (uint q = 0; q < p; q++) {
-            first = ids[q] == ids[p] ? 0 : first;
+            first = ids[q] == own ? 0 : first;
         }
         is_first[p] = first;
     }
@@ -261,15 +262,16 @@ inline uint list_experts(
             continue;
         }
         if (p % threads == thread_index) {
+            const int own = ids[p];
             uint of_tokens = 0;
             for (uint t = 0; t < TOKENS; t++) {
                 uint slot = NO_SLOT;
                 for (uint s = 0; s < K; s++) {
-                    slot = ids[t * K + s] == ids[p] ? s : slot;
+                    slot = ids[t * K + s] == own ? s : slot;
                 }
                 of_tokens |= slot << 4 * t;
             }
-            expert[count] = uint(ids[p]);
+            expert[count] = uint(own);
             slots[count] = of_tokens;
         }
         count++;

@@ -17,8 +17,7 @@
 //   their loads in flight. N/4 falls short of it where N < 5120, there SPLIT, up to 8, makes up for
 //   it. Two products of one x are one launch, whose first threadgroups make the one and the others
 //   the other: 1792 simdgroups for wq_a with wkv, 2048 for a compressor's two. Short of it is the
-//   index keys' product alone, 64 on 128 KB. To be measured on a Mac: x is loaded 8 bytes at a time,
-//   from places 32 apart, and wq_b's 80 pieces leave a sixth of 32 lanes idle.
+//   index keys' product alone, 64 on 128 KB. x is loaded 8 bytes at a time, from places 32 apart.
 //
 // Many rows: bound by arithmetic, in simdgroup matrices. A threadgroup of 4 simdgroups makes
 //   64 x 64 outputs, each simdgroup 32 x 32 in 16 matrices. It walks K in tiles of 32, the width of
@@ -261,7 +260,7 @@ inline void many_rows(
         }
     }
 
-    // Eight rows at a time pass through threadgroup memory: matrices of f32 cannot be stored as bf16.
+    // Eight rows at a time pass through threadgroup memory: matrices of f32 are not stored as bf16.
     threadgroup float* stripe = stripes + simdgroup * 8 * TILE;
     const uint n = first_n + own_n + lane;
     DS41_UNROLL

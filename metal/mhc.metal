@@ -18,8 +18,7 @@
 //      them in threadgroup memory (1 KiB a token), and writes its part of 26 sums a token. fn, 2 MB
 //      at the released width, is read once for the tokens of a threadgroup: 0.5 operations a byte
 //      a token. Geometry: 80 threadgroups for D = 5120, one a core, each lane with 6 loads of 16
-//      bytes of fn in flight; a prefill has T/8 times as many. To be measured on a Mac: those loads
-//      start when the streams are expanded, and could start before, for 24 registers.
+//      bytes of fn in flight, once the streams are expanded; a prefill has T/8 times as many.
 //   2. A threadgroup of 16 simdgroups a token adds up the parts, normalises x, and its first
 //      simdgroup makes the coefficients, the 4 x 4 matrix in 16 lanes. 104 bytes of threadgroup
 //      memory. For one token this is one core's work on 30 KB; it cannot start before the sums.

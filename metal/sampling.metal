@@ -41,6 +41,14 @@ constant constexpr uint NOBODY = 0xffffffffu;
 
 // Arrays of few values lie in the constant space: their pointers' types are parameters.
 
+// A thread: the part of its threadgroup, and where it is within that.
+struct Place {
+    uint part;
+    uint thread_index;
+    uint simdgroup;
+    uint lane;
+};
+
 struct Rule {
     float greatest;
     float temperature;
@@ -96,52 +104,38 @@ inline float weight(float logit, Rule rule) {
     return scaled >= rule.log_min_p ? exp(scaled) : 0.0f;
 }
 
-inline float group_max(float value, threadgroup float* scratch, uint simdgroup, uint lane) {
+inline float group_max(float value, threadgroup float* scratch, Place at) {
     value = simd_max(value);
-    if (lane == 0) {
-        scratch[simdgroup] = value;
+    if (at.lane == 0) {
+        scratch[at.simdgroup] = value;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    value = simd_max(scratch[lane % SIMDGROUPS]);
+    value = simd_max(scratch[at.lane % SIMDGROUPS]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     return value;
 }
 
 template <typename L>
 inline void sampling_greatest(
-    L logits,
-    uint V,
-    device float* maxima,
-    threadgroup float* scratch,
-    uint part,
-    uint thread_index,
-    uint simdgroup,
-    uint lane) {
+    L logits, uint V, device float* maxima, threadgroup float* scratch, Place at) {
     float top = as_type<float>(0xff800000u);
     for (uint i = 0; i < SHARE; i++) {
-        const uint n = part * PART + i * THREADS + thread_index;
+        const uint n = at.part * PART + i * THREADS + at.thread_index;
         top = n < V ? max(top, number(logits[n])) : top;
     }
-    top = group_max(top, scratch, simdgroup, lane);
-    if (thread_index == 0) {
-        maxima[part] = top;
+    top = group_max(top, scratch, at);
+    if (at.thread_index == 0) {
+        maxima[at.part] = top;
     }
 }
 
 template <typename M, typename R>
-inline Rule whole_rule(
-    M maxima,
-    R rule,
-    uint V,
-    threadgroup float* scratch,
-    uint thread_index,
-    uint simdgroup,
-    uint lane) {
+inline Rule whole_rule(M maxima, R rule, uint V, threadgroup float* scratch, Place at) {
     float top = as_type<float>(0xff800000u);
-    for (uint i = thread_index; i < parts_of(V); i += THREADS) {
+    for (uint i = at.thread_index; i < parts_of(V); i += THREADS) {
         top = max(top, maxima[i]);
     }
-    return Rule{group_max(top, scratch, simdgroup, lane), rule[0], rule[1]};
+    return Rule{group_max(top, scratch, at), rule[0], rule[1]};
 }
 
 // A part's sums of w by the bits of LEVEL, of the logits that begin with `prefix`; counts in LAST.
@@ -155,16 +149,14 @@ inline void sampling_histogram(
     device float* groups,
     threadgroup atomic_uint* whole,
     threadgroup atomic_uint* rest,
-    uint part,
-    uint thread_index,
-    uint lane) {
-    for (uint b = thread_index; b < BINS; b += THREADS) {
+    Place at) {
+    for (uint b = at.thread_index; b < BINS; b += THREADS) {
         atomic_store_explicit(whole + b, 0u, memory_order_relaxed);
         atomic_store_explicit(rest + b, 0u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint i = 0; i < SHARE; i++) {
-        const uint n = part * PART + i * THREADS + thread_index;
+        const uint n = at.part * PART + i * THREADS + at.thread_index;
         if (n < V) {
             const float logit = number(logits[n]);
             const uint key = float_order(logit);
@@ -184,7 +176,7 @@ inline void sampling_histogram(
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint b = thread_index; b < BINS; b += THREADS) {
+    for (uint b = at.thread_index; b < BINS; b += THREADS) {
         const uint n = atomic_load_explicit(whole + b, memory_order_relaxed);
         float value = float(n);
         float mass = 0.0f;
@@ -195,10 +187,10 @@ inline void sampling_histogram(
         } else if (n != 0) {
             mass = value * weight(ordered_float(prefix << 10 | b), rule);
         }
-        bins[part * BINS + b] = value;
+        bins[at.part * BINS + b] = value;
         mass = simd_sum(mass);
-        if (lane == 0) {
-            groups[part * GROUPS + b / GROUP] = mass;
+        if (at.lane == 0) {
+            groups[at.part * GROUPS + b / GROUP] = mass;
         }
     }
 }
@@ -291,13 +283,13 @@ inline float exponential(uint bits) {
 }
 
 // How many of the values of threads before this one.
-inline uint group_prefix(uint value, threadgroup uint* scratch, uint simdgroup, uint lane) {
+inline uint group_prefix(uint value, threadgroup uint* scratch, Place at) {
     const uint own = simd_prefix_exclusive_sum(value);
-    if (lane == SIMD - 1) {
-        scratch[simdgroup] = own + value;
+    if (at.lane == SIMD - 1) {
+        scratch[at.simdgroup] = own + value;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const uint before = simd_sum(lane < simdgroup ? scratch[lane] : 0);
+    const uint before = simd_sum(at.lane < at.simdgroup ? scratch[at.lane] : 0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     return before + own;
 }
@@ -309,16 +301,13 @@ inline uint rank_of_equals(
     const device float* bins,
     threadgroup float* scratch,
     threadgroup uint* counts,
-    uint part,
-    uint thread_index,
-    uint simdgroup,
-    uint lane) {
+    Place at) {
     float before = 0.0f;
-    for (uint p = thread_index; p < part; p += THREADS) {
+    for (uint p = at.thread_index; p < at.part; p += THREADS) {
         before += bins[p * BINS + (edge.key & 0x3ffu)];
     }
-    before = group_sum(before, scratch, SIMDGROUPS, simdgroup, lane);
-    return uint(before) + group_prefix(own, counts, simdgroup, lane);
+    before = group_sum(before, scratch, SIMDGROUPS, at.simdgroup, at.lane);
+    return uint(before) + group_prefix(own, counts, at);
 }
 
 // The greatest value of a simdgroup and the lowest id that has it.
@@ -341,14 +330,11 @@ inline void sampling_draw(
     device uint* ids,
     threadgroup float* scratch,
     threadgroup uint* counts,
-    uint part,
-    uint thread_index,
-    uint simdgroup,
-    uint lane) {
+    Place at) {
     float logit[SHARE];
     uint equals = 0;
     // Neighbours, so that equals have their ranks in the order of ids.
-    const uint own = part * PART + thread_index * SHARE;
+    const uint own = at.part * PART + at.thread_index * SHARE;
     DS41_UNROLL
     for (uint i = 0; i < SHARE; i++) {
         logit[i] = own + i < V ? number(logits[own + i]) : 0.0f;
@@ -356,8 +342,7 @@ inline void sampling_draw(
     }
     uint rank = 0;
     if (NUCLEUS) {
-        rank = rank_of_equals(
-            edge, equals, bins, scratch, counts, part, thread_index, simdgroup, lane);
+        rank = rank_of_equals(edge, equals, bins, scratch, counts, at);
     }
     // What is not kept loses against what is, even where its value rounds to nothing.
     float best = -1.0f;
@@ -378,17 +363,17 @@ inline void sampling_draw(
         best = max(best, value);
     }
     simd_best(best, id);
-    if (lane == 0) {
-        scratch[simdgroup] = best;
-        counts[simdgroup] = id;
+    if (at.lane == 0) {
+        scratch[at.simdgroup] = best;
+        counts[at.simdgroup] = id;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    best = scratch[lane % SIMDGROUPS];
-    id = counts[lane % SIMDGROUPS];
+    best = scratch[at.lane % SIMDGROUPS];
+    id = counts[at.lane % SIMDGROUPS];
     simd_best(best, id);
-    if (thread_index == 0) {
-        values[part] = best;
-        ids[part] = id;
+    if (at.thread_index == 0) {
+        values[at.part] = best;
+        ids[at.part] = id;
     }
 }
 

@@ -44,6 +44,8 @@ PEAK_GB_S = {
 
 # How far a result may be off: of its greatest value for numbers, or as the share that differs of
 # ids and of the bytes of packed rows, where a sum in another order can move a value over a tie.
+# bf16 allows four roundings of 2^-8, since a result has one or two behind it, and so has the
+# reference; f32 what sums of 2^13 products in two orders may differ by, 2^-11 each.
 _LIMITS = {mx.bfloat16: 2.0**-6, mx.float32: 2.0**-10, mx.int32: 0.01}
 _PACKED_LIMIT = 0.01
 

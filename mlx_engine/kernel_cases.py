@@ -15,15 +15,15 @@ import mlx.core as mx
 from mlx_engine import kernel_state_cases as state
 from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_each, work
 from mlx_engine.ops import engram, experts, linear, mhc
-from mlx_engine.ops.engram_bytes import engram_gate_bytes
-from mlx_engine.ops.experts_bytes import moe_bytes, tiles_bytes
-from mlx_engine.ops.linear_bytes import fp8_linear_bytes, linear_f32_bytes
+from mlx_engine.ops.engram_bytes import engram_gate_traffic
+from mlx_engine.ops.experts_bytes import moe_traffic, tiles_traffic
+from mlx_engine.ops.linear_bytes import fp8_linear_traffic, linear_f32_traffic
 from mlx_engine.ops.mhc import MhcSublayer, Mixing
-from mlx_engine.ops.mhc_bytes import HC, mhc_between_bytes
+from mlx_engine.ops.mhc_bytes import HC, mhc_between_traffic
 from mlx_engine.ops.router import Router, Routing, mhc_route
-from mlx_engine.ops.router_bytes import choose_bytes, router_scores_bytes
+from mlx_engine.ops.router_bytes import choose_traffic, router_scores_traffic
 from mlx_engine.ops.sampling import draw
-from mlx_engine.ops.sampling_bytes import draw_bytes
+from mlx_engine.ops.sampling_bytes import draw_traffic
 from mlx_engine.ops.traffic import added
 from mlx_engine.weights import EngramWeights, FfnWeights, Fp8, MhcWeights
 
@@ -49,10 +49,10 @@ def _between(s: Sizes, T: int, numbers: Numbers, *, has_router: bool = False) ->
     streams = numbers.normal(T, HC, D)
     shares = mx.softmax(numbers.normal(T, 2 + HC, HC, dtype=mx.float32), axis=-1)
     last = Mixing(shares[:, 0], shares[:, 1], shares[:, 2:])
-    first, second = mhc_between_bytes(T, D, value_bytes=2)
+    first, second = mhc_between_traffic(T, D, value_bytes=2)
     own_bytes = 4 * columns * HC * D
     if has_router:
-        second = router_scores_bytes(T, E, D, value_bytes=2)
+        second = router_scores_traffic(T, E, D, value_bytes=2)
         own_bytes += 2 * E * D
 
     def sublayer() -> MhcSublayer:
@@ -93,7 +93,7 @@ def _fp8(
         numbers.normal(T, k),
         linear.fp8_linear,
         [numbers.fp8(n, k) for _ in range(copies(s, n * k))],
-        fp8_linear_bytes(T, n, K=k, value_bytes=2).unique_bytes,
+        fp8_linear_traffic(T, n, K=k, value_bytes=2).unique_bytes,
         n * k,
     )
 
@@ -105,7 +105,7 @@ def _fp8_pair(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D),
         lambda x, w: linear.fp8_linear_pair(x, *w),
         [tuple(numbers.fp8(N, D) for N in outputs) for _ in range(copies(s, own_bytes))],
-        fp8_linear_bytes(T, *outputs, K=D, value_bytes=2).unique_bytes,
+        fp8_linear_traffic(T, *outputs, K=D, value_bytes=2).unique_bytes,
         own_bytes,
     )
 
@@ -117,7 +117,7 @@ def _plain_pair(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D),
         lambda x, w: linear.linear_f32_pair(x, *w),
         [(numbers.normal(N, D), numbers.normal(N, D)) for _ in range(copies(s, own_bytes))],
-        linear_f32_bytes(T, N, N, K=D, value_bytes=2).unique_bytes,
+        linear_f32_traffic(T, N, N, K=D, value_bytes=2).unique_bytes,
         own_bytes,
     )
 
@@ -126,8 +126,8 @@ def _output(s: Sizes, T: int, numbers: Numbers) -> Work:
     G, rank, D = s.o_groups, s.o_lora_rank, s.hidden_size
     K = s.num_attention_heads * s.head_dim // G
     products = (
-        fp8_linear_bytes(T, rank, K=K, value_bytes=2, G=G),
-        fp8_linear_bytes(T, D, K=G * rank, value_bytes=2),
+        fp8_linear_traffic(T, rank, K=K, value_bytes=2, G=G),
+        fp8_linear_traffic(T, D, K=G * rank, value_bytes=2),
     )
     own_bytes = G * rank * (K + D)
     return work(
@@ -148,7 +148,7 @@ def _head(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D),
         linear.linear_f32,
         [numbers.normal(V, D) for _ in range(copies(s, 2 * V * D))],
-        linear_f32_bytes(T, V, K=D, value_bytes=2).unique_bytes,
+        linear_f32_traffic(T, V, K=D, value_bytes=2).unique_bytes,
         2 * V * D,
     )
 
@@ -179,9 +179,10 @@ def _moe(s: Sizes, T: int, numbers: Numbers) -> Work:
         # The shared expert's products are launches of their own.
         shared = ((I_D, D), (I_D, D), (D, I_D))
         n_bytes = added(
-            choose_bytes(T, k, E),
-            *tiles_bytes(T, k, E, D, I_D, 2, pairs_of=count_each(ids)),
-            *(fp8_linear_bytes(T, N, K=K, value_bytes=2) for N, K in shared),
+            choose_traffic(T, k, E),
+            # Nearly all pairs are met, a thousandth of the bytes.
+            *tiles_traffic(T, k, E, D, I_D, 2, pairs_of=count_each(ids), met=T * k),
+            *(fp8_linear_traffic(T, N, K=K, value_bytes=2) for N, K in shared),
         ).unique_bytes
         # Some launches need x alone, some the scores.
         inputs = x, numbers.scores(ids, E)
@@ -193,7 +194,7 @@ def _moe(s: Sizes, T: int, numbers: Numbers) -> Work:
         x,
         lambda x, w: compute(x, *w),
         [(numbers.scores(some, E), replace(ffn, **shared_expert())) for some in ids],
-        added(*moe_bytes(T, k, E, D, I_D, 2)).unique_bytes,
+        added(*moe_traffic(T, k, E, D, I_D, 2)).unique_bytes,
         own_bytes,
     )
 
@@ -211,7 +212,7 @@ def _engram(s: Sizes, T: int, numbers: Numbers) -> Work:
             EngramWeights(numbers.fp8(N, width), numbers.normal(HC, D), numbers.normal(HC, D))
             for _ in range(copies(s, N * width))
         ],
-        added(*engram_gate_bytes(T, HC, D, width, value_bytes=2)).unique_bytes,
+        added(*engram_gate_traffic(T, HC, D, width, value_bytes=2)).unique_bytes,
         N * width,
     )
 
@@ -221,7 +222,7 @@ def _draw(s: Sizes, _: int, numbers: Numbers) -> Work:
         numbers.normal(s.vocab_size, dtype=mx.float32),
         lambda logits, key: draw(logits, key, temperature=1.0, top_p=0.95, min_p=0.0),
         [mx.random.key(seed) for seed in range(16)],
-        added(*draw_bytes(s.vocab_size, has_top_p=True)).unique_bytes,
+        added(*draw_traffic(s.vocab_size, has_top_p=True)).unique_bytes,
     )
 
 

@@ -8,9 +8,9 @@ from mlx_engine.formats import COMPRESSED, INDEX, WINDOW, CacheFormats
 from mlx_engine.kernel_inputs import Numbers, Sizes, Work, copies, count_each, work
 from mlx_engine.ops import attention, front, front_bytes, indexer
 from mlx_engine.ops.attention import Chosen, SelectedRows, WindowRows
-from mlx_engine.ops.attention_bytes import Seen, sparse_attention_bytes
+from mlx_engine.ops.attention_bytes import Seen, sparse_attention_traffic
 from mlx_engine.ops.indexer import IndexKeys, IndexQueries
-from mlx_engine.ops.indexer_bytes import choose_rows_bytes
+from mlx_engine.ops.indexer_bytes import choose_rows_traffic
 from mlx_engine.ops.traffic import added
 
 _EPS = 1e-20
@@ -24,9 +24,9 @@ def window_row(s: Sizes, T: int, numbers: Numbers) -> Work:
     norms = numbers.normal(L), numbers.normal(D)
     options: dict[str, Any] = {"eps": _EPS, "fmt": WINDOW}
     rings: list[front.Ring | None] = [None]
-    moved, own_bytes = front_bytes.attention_front_bytes(T, T, L, D, R, 2), 0
+    moved, own_bytes = front_bytes.attention_front_traffic(T, T, L, D, R, 2), 0
     if T == 1:
-        moved = front_bytes.in_ring_bytes(s.sliding_window, L, D, R, 2)
+        moved = front_bytes.in_ring_traffic(s.sliding_window, L, D, R, 2)
         own_bytes = 4 * s.sliding_window * WINDOW.words(D)
         windows = numbers.packed(WINDOW, D, s.sliding_window, copies(s, own_bytes))
         rings = [front.Ring(window, 1) for window in windows]
@@ -39,17 +39,17 @@ def window_row(s: Sizes, T: int, numbers: Numbers) -> Work:
     )
 
 
-def compressed_row(s: Sizes, T: int, numbers: Numbers) -> Work:
-    """T tokens in groups of two, or one group for one token."""
-    D, R, groups = s.head_dim, s.qk_rope_head_dim, max(T // 2, 1)
-    gate, norm = numbers.normal(2 * groups, D, dtype=mx.float32), numbers.normal(D)
+def compressed_row(s: Sizes, T: int, numbers: Numbers, *, ratio: int = 2) -> Work:
+    """T tokens in groups, or one group for one token; groups of one are not pooled."""
+    D, R, groups = s.head_dim, s.qk_rope_head_dim, max(T // ratio, 1)
+    gate, norm = numbers.normal(ratio * groups, D, dtype=mx.float32), numbers.normal(D)
     at = numbers.rotation(groups, R)
-    options: dict[str, Any] = {"ratio": 2, "dtype": mx.bfloat16, "eps": _EPS, "fmt": COMPRESSED}
+    options: dict[str, Any] = {"ratio": ratio, "dtype": mx.bfloat16, "eps": _EPS, "fmt": COMPRESSED}
     return work(
-        numbers.normal(2 * groups, D, dtype=mx.float32),
-        lambda kv, _: front.pooled_rows(kv, gate, norm, at, **options),
+        numbers.normal(ratio * groups, D, dtype=mx.float32),
+        lambda kv, _: front.pooled_rows(kv, None if ratio == 1 else gate, norm, at, **options),
         [None],
-        front_bytes.pooled_rows_bytes(groups, 2, D, R, 2).unique_bytes,
+        front_bytes.pooled_rows_traffic(groups, ratio, D, R, 2).unique_bytes,
     )
 
 
@@ -62,7 +62,7 @@ def index_key(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, D, dtype=mx.float32),
         lambda key, _: front.encoded_keys(key, norm, at, **options),
         [None],
-        front_bytes.encoded_keys_bytes(T, D, R).unique_bytes,
+        front_bytes.encoded_keys_traffic(T, D, R).unique_bytes,
     )
 
 
@@ -75,7 +75,7 @@ def index_queries(s: Sizes, T: int, numbers: Numbers) -> Work:
         numbers.normal(T, H, D),
         lambda q, w: front.index_queries(q, x, w, at, fmt=INDEX),
         [numbers.normal(H, K) for _ in range(copies(s, own_bytes))],
-        front_bytes.index_queries_bytes(T, H, D, K, R, 2).unique_bytes,
+        front_bytes.index_queries_traffic(T, H, D, K, R, 2).unique_bytes,
         own_bytes,
     )
 
@@ -102,7 +102,7 @@ def choose(s: Sizes, T: int, numbers: Numbers, *, has_candidates: bool) -> Work:
         queries = IndexQueries(q, head_weights, visible)
         return indexer.choose_rows(queries, among[0], candidates=among[1], **options)[0]
 
-    launches = choose_rows_bytes(
+    launches = choose_rows_traffic(
         *(T, S, H, D, s.index_topk),
         value_bytes=2,
         block_size=size,
@@ -118,10 +118,13 @@ def choose(s: Sizes, T: int, numbers: Numbers, *, has_candidates: bool) -> Work:
     )
 
 
-def attend(s: Sizes, T: int, numbers: Numbers) -> Work:
-    """Sparse attention; each copy has a window and chosen rows of its own."""
+def attend(s: Sizes, T: int, numbers: Numbers, *, chosen: Chosen = Chosen.LISTED) -> Work:
+    """Sparse attention; each copy has a window and chosen rows of its own.
+
+    Rows are listed when there are more than are chosen, and else all visible, or there are none.
+    """
     H, D, R, k = s.num_attention_heads, s.head_dim, s.qk_rope_head_dim, s.index_topk
-    reach, S = s.sliding_window, s.rows
+    reach, S = s.sliding_window, s.rows if chosen is Chosen.LISTED else k
     sinks, at = numbers.normal(H, dtype=mx.float32), numbers.rotation(T, R)
     visible = mx.full((T,), S, dtype=mx.int32)
     options: dict[str, Any] = {
@@ -137,17 +140,24 @@ def attend(s: Sizes, T: int, numbers: Numbers) -> Work:
     rows = numbers.packed(COMPRESSED, D, S, -(-count // sharing))
     ids = numbers.shares(count * T, k, S).reshape(count, T, k)
 
-    def attended(q: mx.array, read: tuple[WindowRows, SelectedRows]) -> mx.array:
+    def attended(q: mx.array, read: tuple[WindowRows, SelectedRows | None]) -> mx.array:
         return attention.sparse_attention(q, reach - 1, *read, sinks, **options)
 
-    launches = sparse_attention_bytes(
+    def selected(copy: int) -> SelectedRows | None:
+        if chosen is Chosen.NONE:
+            return None
+        listed = ids[copy] if chosen is Chosen.LISTED else None
+        return SelectedRows(rows[copy // sharing], visible, listed)
+
+    is_listed, seen = chosen is Chosen.LISTED, 0 if chosen is Chosen.NONE else k
+    launches = sparse_attention_traffic(
         (T, H, D),
         R,
-        Chosen.LISTED,
-        [Seen(reach, k, k)] * T,
+        chosen,
+        [Seen(reach, seen, seen if is_listed else 0)] * T,
         window_rows=reach + T - 1,
-        compressed_rows=len(count_each(ids[0])),
-        most_rows=reach + k,
+        compressed_rows=len(count_each(ids[0])) if is_listed else seen,
+        most_rows=reach + seen,
         value_bytes=2,
         turns_q=True,
     )
@@ -158,7 +168,7 @@ def attend(s: Sizes, T: int, numbers: Numbers) -> Work:
             (
                 # A ring for one query, as decoding has it, and rows in their order for more.
                 WindowRows(windows[copy], None if T == 1 else 0),
-                SelectedRows(rows[copy // sharing], visible, ids[copy]),
+                selected(copy),
             )
             for copy in range(count)
         ],

@@ -1,10 +1,10 @@
-// Stands for metal_stdlib and the qualifiers of Metal, so that NVRTC compiles the files of metal/ as
-// they are: a simdgroup is a warp, a threadgroup a block, threadgroup memory shared memory.
+// Stands for metal_stdlib and the qualifiers of Metal, so that NVRTC compiles the files of metal/
+// as they are: a simdgroup is a warp, a threadgroup a block, threadgroup memory shared memory.
 //
 // It needs compute capability 8.0. kernels.py puts it before a family's file, which then stands in
-// the same namespace, and so does the kernel. Only what those files use is here; a function that is missing is a
-// compiler's error. Differences that no compiler sees: arithmetic is IEEE's (Metal flushes subnormals), and
-// all 32 lanes must take part in a simd operation.
+// the same namespace, and so does the kernel. Only what those files use is here; a function that is
+// missing is a compiler's error. Differences that no compiler sees: arithmetic is IEEE's (Metal
+// flushes subnormals), and all 32 lanes must take part in a simd operation.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

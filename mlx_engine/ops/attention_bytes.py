@@ -25,7 +25,7 @@ class Seen:
     listed: int = 0
 
 
-def sparse_attention_bytes(
+def sparse_attention_traffic(
     shape: tuple[int, int, int],
     rotated: int,
     chosen: Chosen,
@@ -70,11 +70,11 @@ def sparse_attention_bytes(
     sums, stats = 4 * Q * cut.slices * H * D, 2 * 4 * Q * cut.slices * H
     return (
         added(attending, Traffic(table if turns_q else 0, turning), moved(sums), moved(stats)),
-        merge_bytes(shape, rotated, cut.slices, value_bytes),
+        merge_traffic(shape, rotated, cut.slices, value_bytes),
     )
 
 
-def merge_bytes(
+def merge_traffic(
     shape: tuple[int, int, int], rotated: int, slices: int, value_bytes: int
 ) -> Traffic:
     """The launch that adds up slices: a thread of some channels reads the head's tops twice."""

@@ -4,11 +4,11 @@ Shapes: T tokens, hc streams, D hidden_size, E the channels of a token's rows to
 """
 
 from mlx_engine.ops.engram import VALUES, gate_threads
-from mlx_engine.ops.linear_bytes import fp8_linear_bytes
+from mlx_engine.ops.linear_bytes import fp8_linear_traffic
 from mlx_engine.ops.traffic import Traffic, added, moved, number
 
 
-def engram_gate_bytes(
+def engram_gate_traffic(
     T: int, hc: int, D: int, E: int, *, value_bytes: int, weight_bytes: int = 2
 ) -> tuple[Traffic, Traffic, Traffic]:
     """Each launch of `engram_gate`: the rows, the product, the gate.
@@ -16,18 +16,18 @@ def engram_gate_bytes(
     `value_bytes` is an activation's size, `weight_bytes` that of a value of q_weight.
     """
     return (
-        engram_rows_bytes(T, E, value_bytes=value_bytes),
-        fp8_linear_bytes(T, (hc + 1) * D, K=E, value_bytes=value_bytes),
-        gate_value_bytes(T, hc, D, value_bytes=value_bytes, weight_bytes=weight_bytes),
+        engram_rows_traffic(T, E, value_bytes=value_bytes),
+        fp8_linear_traffic(T, (hc + 1) * D, K=E, value_bytes=value_bytes),
+        gate_value_traffic(T, hc, D, value_bytes=value_bytes, weight_bytes=weight_bytes),
     )
 
 
-def engram_rows_bytes(T: int, E: int, *, value_bytes: int) -> Traffic:
+def engram_rows_traffic(T: int, E: int, *, value_bytes: int) -> Traffic:
     """`memory_rows`: threads that take a few codes of a group read its scale each."""
     return added(moved(T * E), moved(T * E // 32, 32 // VALUES), moved(T * E * value_bytes))
 
 
-def gate_value_bytes(
+def gate_value_traffic(
     T: int, hc: int, D: int, *, value_bytes: int, weight_bytes: int = 2
 ) -> Traffic:
     """`gate_value`: all streams read the value, all tokens the weights."""

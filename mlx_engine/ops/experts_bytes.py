@@ -16,7 +16,7 @@ _CHUNK = 16
 _GROUP = 32
 
 
-def moe_bytes(
+def moe_traffic(
     T: int, k: int, E: int, D: int, I_D: int, value_bytes: int, *, experts: int | None = None
 ) -> tuple[Traffic, Traffic]:
     """Both launches of `moe_metal`: gate and up, then down.
@@ -25,12 +25,12 @@ def moe_bytes(
     """
     experts = T * k if experts is None else experts
     return (
-        gate_up_bytes(T, k, E, D, I_D, value_bytes, experts=experts),
-        down_bytes(T, k, D, I_D, value_bytes, experts=experts),
+        gate_up_traffic(T, k, E, D, I_D, value_bytes, experts=experts),
+        down_traffic(T, k, D, I_D, value_bytes, experts=experts),
     )
 
 
-def gate_up_bytes(
+def gate_up_traffic(
     T: int, k: int, E: int, D: int, I_D: int, value_bytes: int, *, experts: int
 ) -> Traffic:
     """The first launch, each threadgroup of which makes the choice from all scores too.
@@ -53,7 +53,7 @@ def gate_up_bytes(
     )
 
 
-def down_bytes(T: int, k: int, D: int, I_D: int, value_bytes: int, *, experts: int) -> Traffic:
+def down_traffic(T: int, k: int, D: int, I_D: int, value_bytes: int, *, experts: int) -> Traffic:
     """The second launch: a simdgroup makes rows of out over all experts of all tokens."""
     simdgroups, pairs = D // ROWS, T * k
     if T == 1:
@@ -61,7 +61,7 @@ def down_bytes(T: int, k: int, D: int, I_D: int, value_bytes: int, *, experts: i
     else:
         # A threadgroup compares each pair with those before, then each first one with all.
         groups = -(-simdgroups * _SIMD // DOWN_THREADS)
-        listing = groups * ((pairs - 1) * (pairs + 2) // 2 + experts * (pairs + 1))
+        listing = groups * (pairs * (pairs + 1) // 2 + experts * (pairs + 1))
     act = T * (k + 1) * I_D * value_bytes
     return added(
         moved(act, simdgroups),
@@ -84,7 +84,7 @@ def _weights(simdgroups: int, N: int, K: int, experts: int) -> Traffic:
     )
 
 
-def tiles_bytes(
+def tiles_traffic(
     T: int,
     k: int,
     E: int,
@@ -92,17 +92,15 @@ def tiles_bytes(
     I_D: int,
     value_bytes: int,
     *,
-    pairs_of: Sequence[int] | None = None,
+    pairs_of: Sequence[int],
+    met: int,
 ) -> tuple[Traffic, Traffic, Traffic]:
     """Each launch of `routed_tiles_metal`: the tiles' list, gate and up, down.
 
-    `pairs_of`: the pairs of each expert that has any, by default as even as they can be. Which
-    pairs the list's searches meet is in their values: at most all, which is what is said here.
+    `pairs_of`: the pairs of each expert that has any; `met`: how many different ones the list's
+    searches meet, which is in the ids, at most all.
     """
     pairs = T * k
-    if pairs_of is None:
-        count = min(pairs, E)
-        pairs_of = [pairs // count + (i < pairs % count) for i in range(count)]
     M, experts = tile_rows(pairs, E), len(pairs_of)
     tiles = sum(-(-n // M) for n in pairs_of)
     room = pairs // M + min(pairs, E)
@@ -111,7 +109,7 @@ def tiles_bytes(
     searching = -(-E // _SIMD) * _SIMD * 2 * ((pairs - 1).bit_length() + 1)
     across, down = I_D // (TILE_COLUMNS // 2), -(-D // TILE_COLUMNS)
     return (
-        added(Traffic(8 * pairs, 8 * searching), moved(16 * room)),
+        added(Traffic(8 * met, 8 * searching), moved(16 * room)),
         added(
             Traffic(T * D * value_bytes, across * pairs * D * value_bytes),
             # 8 threads stage a row, and each of its outputs takes its place and weight.

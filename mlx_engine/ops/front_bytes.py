@@ -9,7 +9,7 @@ from mlx_engine.ops.traffic import Traffic, added, moved, number
 _NORM_BYTES = 2
 
 
-def attention_front_bytes(
+def attention_front_traffic(
     tokens: int, queries: int, q_lora_rank: int, head_dim: int, rotated: int, value_bytes: int
 ) -> Traffic:
     """`attention_front`, which reads a latent twice: for its squares, and to scale it."""
@@ -24,18 +24,18 @@ def attention_front_bytes(
     )
 
 
-def in_ring_bytes(
+def in_ring_traffic(
     window: int, q_lora_rank: int, head_dim: int, rotated: int, value_bytes: int
 ) -> Traffic:
     """`attention_front` for a token and its ring, whose other rows are copied."""
     return added(
-        attention_front_bytes(1, 1, q_lora_rank, head_dim, rotated, value_bytes),
+        attention_front_traffic(1, 1, q_lora_rank, head_dim, rotated, value_bytes),
         moved(2 * (window - 1) * 4 * WINDOW.words(head_dim)),
         number((window + 1) * head_dim // 2),
     )
 
 
-def pooled_rows_bytes(
+def pooled_rows_traffic(
     groups: int, ratio: int, head_dim: int, rotated: int, value_bytes: int
 ) -> Traffic:
     """`pooled_rows`, with gates if it pools."""
@@ -44,13 +44,13 @@ def pooled_rows_bytes(
     return added(moved(groups * (read + written)), _norm(groups, head_dim))
 
 
-def encoded_keys_bytes(groups: int, head_dim: int, rotated: int) -> Traffic:
+def encoded_keys_traffic(groups: int, head_dim: int, rotated: int) -> Traffic:
     """`encoded_keys`."""
     codes = head_dim // 2 + head_dim // INDEX.group
     return added(moved(groups * (4 * head_dim + 2 * 4 * rotated + codes)), _norm(groups, head_dim))
 
 
-def index_queries_bytes(
+def index_queries_traffic(
     queries: int, heads: int, head_dim: int, width: int, rotated: int, value_bytes: int
 ) -> Traffic:
     """`index_queries` for inputs of a width, which every head reads, and weights in bf16."""

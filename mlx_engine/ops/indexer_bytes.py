@@ -12,7 +12,7 @@ _GROUP = 32
 _QUAD = 4
 
 
-def choose_rows_bytes(
+def choose_rows_traffic(
     Q: int,
     S: int,
     H: int,
@@ -31,17 +31,17 @@ def choose_rows_bytes(
     """
     blocks, k = candidate_blocks, min(k, S)
     sizes = {"value_bytes": value_bytes, "block_size": block_size}
-    scores = index_scores_bytes(Q, S, H, D, candidate_blocks=blocks, **sizes)
+    scores = index_scores_traffic(Q, S, H, D, candidate_blocks=blocks, **sizes)
     N = S if blocks is None else blocks * block_size
     kind = Selection.ROWS if blocks is None else Selection.ROWS_OF_BLOCKS
     found = [scores]
     if topk_blocks is not None:
         best = min(topk_blocks, -(-S // block_size))
-        found += _selection(Selection.BLOCKS, Q, N, best, block_size)
-    return (*found, *_selection(kind, Q, N, k, block_size))
+        found += selection_traffic(Selection.BLOCKS, Q, N, best, block_size)
+    return (*found, *selection_traffic(kind, Q, N, k, block_size))
 
 
-def index_scores_bytes(
+def index_scores_traffic(
     Q: int,
     S: int,
     H: int,
@@ -66,7 +66,7 @@ def index_scores_bytes(
     )
 
 
-def best_bytes(selection: Selection, Q: int, N: int, k: int, size: int) -> Traffic:
+def best_traffic(selection: Selection, Q: int, N: int, k: int, size: int) -> Traffic:
     """The next launch of a selection among N scores, or survivors, of each query.
 
     Which ids are read is in the scores; they are those of the chosen entries.
@@ -88,8 +88,11 @@ def best_bytes(selection: Selection, Q: int, N: int, k: int, size: int) -> Traff
     return added(read, moved(written))
 
 
-def _selection(selection: Selection, Q: int, N: int, k: int, size: int) -> list[Traffic]:
+def selection_traffic(
+    selection: Selection, Q: int, N: int, k: int, size: int
+) -> tuple[Traffic, ...]:
+    """Each launch of a selection of the k best among N scores of each query."""
     entries = -(-N // size) if selection is Selection.BLOCKS else N
     *cuts, _ = rounds(entries, k)
-    found = [best_bytes(selection, Q, N, k, size)]
-    return found + [best_bytes(Selection.SURVIVORS, Q, cut.parts * k, k, 1) for cut in cuts]
+    of_parts = (best_traffic(Selection.SURVIVORS, Q, cut.parts * k, k, 1) for cut in cuts)
+    return (best_traffic(selection, Q, N, k, size), *of_parts)

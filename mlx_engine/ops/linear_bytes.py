@@ -1,7 +1,7 @@
 """The bytes that a launch of the dense products moves, from shapes alone.
 
-Shapes: T tokens, K inputs, N outputs, G groups; several N are weights that share a launch, as a few
-rows do. `value_bytes` is an activation's size.
+Shapes: T tokens, K inputs, N outputs, G groups; several N are weights that share a launch, or have
+one each if there are more than a few rows. `value_bytes` is an activation's size.
 """
 
 from mlx_engine.ops.linear import BLOCK, MAX_ROWS, OUTPUTS, PIECE_BYTES, few_rows
@@ -10,12 +10,12 @@ from mlx_engine.ops.traffic import Traffic, added, moved
 _TILE = 32
 
 
-def fp8_linear_bytes(T: int, *N: int, K: int, value_bytes: int, G: int = 1) -> Traffic:
+def fp8_linear_traffic(T: int, *N: int, K: int, value_bytes: int, G: int = 1) -> Traffic:
     """One product [T, G, K] x [G, N, K], with tile scales: a byte for each piece of a row."""
     return _product(T, N, K, G, value_bytes, weight_bytes=1, out_bytes=value_bytes, has_scale=True)
 
 
-def linear_f32_bytes(T: int, *N: int, K: int, value_bytes: int, weight_bytes: int = 2) -> Traffic:
+def linear_f32_traffic(T: int, *N: int, K: int, value_bytes: int, weight_bytes: int = 2) -> Traffic:
     """`linear_f32` for weights of so many bytes a value."""
     return _product(T, N, K, 1, value_bytes, weight_bytes, out_bytes=4, has_scale=False)
 

@@ -15,25 +15,25 @@ _SIMD = 32
 _COLUMNS = (2 + HC) * HC
 
 
-def mhc_between_bytes(
+def mhc_between_traffic(
     T: int, D: int, *, value_bytes: int, norm_bytes: int = 2
 ) -> tuple[Traffic, Traffic]:
     """Each launch of `mhc_between`, for a norm weight of so many bytes a value."""
     sizes = {"value_bytes": value_bytes}
-    first = added(mhc_expand_bytes(T, D, **sizes, is_whole=False), _slices(T, D, **sizes))
-    return first, finish_bytes(T, D, THREADS, **sizes, norm_bytes=norm_bytes)
+    first = added(mhc_expand_traffic(T, D, **sizes, is_whole=False), _slices(T, D, **sizes))
+    return first, finish_traffic(T, D, THREADS, **sizes, norm_bytes=norm_bytes)
 
 
-def mhc_enter_bytes(
+def mhc_enter_traffic(
     T: int, D: int, *, value_bytes: int, norm_bytes: int = 2
 ) -> tuple[Traffic, Traffic]:
     """Each launch of `mhc_enter`: the sums go from one to the other."""
     streams = moved(T * HC * D * value_bytes)
-    second = finish_bytes(T, D, THREADS, value_bytes=value_bytes, norm_bytes=norm_bytes)
+    second = finish_traffic(T, D, THREADS, value_bytes=value_bytes, norm_bytes=norm_bytes)
     return added(streams, _slices(T, D, value_bytes=value_bytes)), second
 
 
-def mhc_collapse_norm_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> Traffic:
+def mhc_collapse_norm_traffic(T: int, D: int, *, value_bytes: int, norm_bytes: int = 2) -> Traffic:
     """`mhc_collapse_norm`: every thread takes the token's weights."""
     return added(
         moved(T * (HC + 1) * D * value_bytes),
@@ -43,7 +43,7 @@ def mhc_collapse_norm_bytes(T: int, D: int, *, value_bytes: int, norm_bytes: int
     )
 
 
-def mhc_expand_bytes(T: int, D: int, *, value_bytes: int, is_whole: bool = True) -> Traffic:
+def mhc_expand_traffic(T: int, D: int, *, value_bytes: int, is_whole: bool = True) -> Traffic:
     """`mhc_expand`, a thread a channel; within a slice it is a thread a channel and stream."""
     loads = 1 if is_whole else HC
     return added(
@@ -64,7 +64,7 @@ def _slices(T: int, D: int, *, value_bytes: int) -> Traffic:
     )
 
 
-def finish_bytes(T: int, D: int, threads: int, *, value_bytes: int, norm_bytes: int) -> Traffic:
+def finish_traffic(T: int, D: int, threads: int, *, value_bytes: int, norm_bytes: int) -> Traffic:
     """The second launch, by so many threads a token: 8 lanes make gates, a simdgroup the matrix."""
     lanes = 2 * HC + _SIMD
     return added(

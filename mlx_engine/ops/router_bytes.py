@@ -3,14 +3,14 @@
 Shapes: T tokens, k chosen of E experts, D hidden_size.
 """
 
-from mlx_engine.ops.mhc_bytes import SLICE, finish_bytes
+from mlx_engine.ops.mhc_bytes import SLICE, finish_traffic
 from mlx_engine.ops.router import THREADS
 from mlx_engine.ops.traffic import Traffic, added, moved, number
 
 _SIMD = 32
 
 
-def router_scores_bytes(
+def router_scores_traffic(
     T: int, E: int, D: int, *, value_bytes: int, norm_bytes: int = 2, gate_bytes: int = 2
 ) -> Traffic:
     """The second launch of `mhc_route`: scores, a threadgroup each, and what `mhc_between` has.
@@ -24,7 +24,7 @@ def router_scores_bytes(
         moved(D * norm_bytes, E),
         number(readers),
     )
-    finished = finish_bytes(T, D, THREADS, value_bytes=value_bytes, norm_bytes=norm_bytes)
+    finished = finish_traffic(T, D, THREADS, value_bytes=value_bytes, norm_bytes=norm_bytes)
     return added(
         finished,
         Traffic(0, again.total_bytes),
@@ -34,6 +34,6 @@ def router_scores_bytes(
     )
 
 
-def choose_bytes(T: int, k: int, E: int) -> Traffic:
+def choose_traffic(T: int, k: int, E: int) -> Traffic:
     """`Routing.chosen` in a launch of its own, a simdgroup a token."""
     return added(moved(T * E * 4), moved(E * 4, T), number(T * _SIMD), moved(2 * T * k * 4))

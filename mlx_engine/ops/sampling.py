@@ -107,18 +107,18 @@ def parts_of(V: int) -> int:
 _BODY = """
     threadgroup float scratch[SIMD];
     const uint V = uint(logits_shape[0]);
-    const uint part = threadgroup_position_in_grid.x;
-    const uint thread_index = thread_index_in_threadgroup;
-    const uint simdgroup = simdgroup_index_in_threadgroup;
-    const uint lane = thread_index_in_simdgroup;"""
+    const Place at = Place{
+        threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+        simdgroup_index_in_threadgroup, thread_index_in_simdgroup};"""
 _RULE = """
-    const Rule whole = whole_rule(maxima, rule, V, scratch, thread_index, simdgroup, lane);"""
+    const Rule whole = whole_rule(maxima, rule, V, scratch, at);"""
 _SEARCH = """
     threadgroup float masses[GROUPS + GROUP];
     const Edge edge = narrowed<{level}>(
-        {known}, last_bins, last_groups, parts_of(V), whole, masses, thread_index);"""
+        {known}, last_bins, last_groups, parts_of(V), whole, masses,
+        at.thread_index);"""
 _STORE = """
-    if (part == 0 && thread_index == 0) {
+    if (at.part == 0 && at.thread_index == 0) {
         store_edge(edge, edge_out);
     }"""
 _NO_EDGE = """
@@ -127,12 +127,11 @@ _HISTOGRAM = """
     threadgroup atomic_uint integers[BINS];
     threadgroup atomic_uint fractions[BINS];
     sampling_histogram<{level}>(
-        logits, V, whole, edge.key, bins, groups, integers, fractions, part, thread_index, lane);"""
+        logits, V, whole, edge.key, bins, groups, integers, fractions, at);"""
 _DRAW = """
     threadgroup uint counts[SIMD];
     sampling_draw<{nucleus}>(
-        logits, V, whole, edge, uint2(key[0], key[1]), {bins}, values, ids, scratch, counts, part,
-        thread_index, simdgroup, lane);"""
+        logits, V, whole, edge, uint2(key[0], key[1]), {bins}, values, ids, scratch, counts, at);"""
 _FRESH, _KNOWN = "Edge{0, 0.0f, rule[2]}", "stored_edge(edge_in)"
 _TABLES = ("last_bins", "last_groups")
 
@@ -143,8 +142,7 @@ _GREATEST = launch.Kernel(
     ("maxima",),
     _BODY
     + """
-    sampling_greatest(
-        logits, V, maxima, scratch, part, thread_index, simdgroup, lane);""",
+    sampling_greatest(logits, V, maxima, scratch, at);""",
 )
 _LEVELS = (
     launch.Kernel(

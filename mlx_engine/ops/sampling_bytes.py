@@ -3,10 +3,8 @@
 from mlx_engine.ops.sampling import BINS, GROUP, GROUPS, THREADS, parts_of
 from mlx_engine.ops.traffic import Traffic, added, moved
 
-_SIMD = 32
 
-
-def draw_bytes(V: int, *, has_top_p: bool) -> tuple[Traffic, ...]:
+def draw_traffic(V: int, *, has_top_p: bool) -> tuple[Traffic, ...]:
     """Each launch of `draw`, in their order.
 
     Every threadgroup finds the greatest logit among those of all parts, and searches the last
@@ -20,9 +18,8 @@ def draw_bytes(V: int, *, has_top_p: bool) -> tuple[Traffic, ...]:
     search = moved(4 * P * (GROUPS + GROUP), P)
     candidates = moved(8 * P)
     greatest = added(moved(4 * V), moved(4 * P))
-    first = added(moved(4 * P), moved(4), moved(4))
     if not has_top_p:
-        return greatest, added(every, key, candidates), first
+        return greatest, added(every, key, candidates), first_traffic(P)
     stored = moved(3 * 4)
     # A part's equals come after those of the parts before it.
     before = Traffic(0, 4 * P * (P - 1) // 2)
@@ -32,5 +29,10 @@ def draw_bytes(V: int, *, has_top_p: bool) -> tuple[Traffic, ...]:
         added(every, top_p, search, tables, stored),
         added(every, edge, search, tables, stored),
         added(every, edge, search, key, before, candidates),
-        first,
+        first_traffic(P),
     )
+
+
+def first_traffic(P: int) -> Traffic:
+    """The last launch, which takes one of the ids of P parts."""
+    return added(moved(4 * P), moved(4), moved(4))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of a launch's arrays: different ones, which memory must move, and all that its threads
-    load and store, a byte for each thread that reads it, most of them from a cache.
+    load and store, a byte for each thread that reads it, which may come from a cache.
 
     Shapes are arguments and no arrays. Numbers, which every thread reads, are arrays.
     """

@@ -75,9 +75,15 @@ class Serving:
         # The library's own messages repeat what ours say.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._worker.start()
+        # A terminal that closes is one more signal, unless it is to be outlived (nohup).
+        is_heeded = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        if is_heeded:
+            signal.signal(signal.SIGHUP, self._server.handle_exit)
         try:
             self._server.run([self._listener])
         finally:
+            if is_heeded:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
             self._listener.close()
             if not self._worker.close(0 if self._server.force_exit else None):
                 log.warning("the engine was left at work")

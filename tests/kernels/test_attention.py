@@ -16,11 +16,10 @@ from mlx_engine.ops.attention import (
     sparse_attention,
     sparse_attention_reference,
 )
-from mlx_engine.ops.attention_bytes import Seen, sparse_attention_bytes
+from mlx_engine.ops.attention_bytes import Seen, sparse_attention_traffic
 from mlx_engine.ops.rope import Rotation, rotate
-from tests.kernels.moved import check_traffic
+from tests.kernels.counted import Launches, check_traffic
 from tests.msl import emulator
-from tests.msl.emulator import Report
 from tests.unit.arrays import INF, Float, f32, host, normal
 from tests.unrounded import UNROUNDED
 
@@ -155,7 +154,7 @@ decode = partial(Case, Q=1, H=3, is_ring=True)
 
 @pytest.mark.parametrize("n", [1, 31, 33, 63, 65, 127, 129])
 @pytest.mark.parametrize("chosen", ["none", "all", "some"])
-def test_one_query(n: int, chosen: str, kernels_on: list[Report]) -> None:
+def test_one_query(n: int, chosen: str, kernels_on: Launches) -> None:
     check(decode(W=n, S=n, chosen=chosen, before=2 * n, k=n))
     # The first tokens of a sequence, whose window is no ring yet.
     check(decode(W=n, S=7, chosen=chosen, before=n // 2, is_ring=False))
@@ -163,7 +162,7 @@ def test_one_query(n: int, chosen: str, kernels_on: list[Report]) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("H", "D", "R"), [(1, 64, 64), (8, 128, 32), (9, 192, 4), (17, 512, 64)])
-def test_widths(H: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_widths(H: int, D: int, R: int, dtype: mx.Dtype, kernels_on: Launches) -> None:
     check(
         decode(
             H=H, W=17, S=40, chosen="some", before=34, D=D, R=R, k=30, dtype=dtype, turns_q=H > 1
@@ -185,27 +184,27 @@ def test_widths(H: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report
 )
 @pytest.mark.parametrize("chosen", ["none", "all", "some"])
 def test_many_queries(
-    Q: int, H: int, cut: tuple[int, int], chosen: str, kernels_on: list[Report]
+    Q: int, H: int, cut: tuple[int, int], chosen: str, kernels_on: Launches
 ) -> None:
     dtype = mx.bfloat16 if Q % 2 else mx.float32
     case = Case(
         Q=Q, H=H, W=19, S=33, chosen=chosen, before=40, k=13, dtype=dtype, turns_q=Q % 3 == 0
     )
     check(case)
-    if chosen == "some" and kernels_on:
+    if chosen == "some" and kernels_on is not None:
         heads, slices = cut
         assert kernels_on[0].threads == -(-H // heads) * 256 * slices * Q
 
 
-def test_many_queries_at_the_released_widths(kernels_on: list[Report]) -> None:
+def test_many_queries_at_the_released_widths(kernels_on: Launches) -> None:
     """The largest threadgroups, of 32 heads; without the emulator's checks."""
     case = Case(Q=40, H=64, W=9, S=12, chosen="some", before=20, D=512, R=64, k=5, turns_q=True)
     with emulator.using(checked=False):
         check(replace(case, dtype=mx.bfloat16))
-    assert not kernels_on or kernels_on[0].threads == 2 * 256 * 40
+    assert kernels_on is None or kernels_on[0].threads == 2 * 256 * 40
 
 
-def test_every_code_and_far_scales(kernels_on: list[Report]) -> None:
+def test_every_code_and_far_scales(kernels_on: Launches) -> None:
     """Each row has codes of all values under one scale; the scores stay where f32 holds them."""
     D, n = 512, 16
     case = decode(H=9, W=n, S=n, chosen="all", before=2 * n, D=D, R=64)
@@ -224,7 +223,7 @@ def test_every_code_and_far_scales(kernels_on: list[Report]) -> None:
     check(case, (window, mx.array(rows).view(mx.uint32)))
 
 
-def test_nothing_is_chosen(kernels_on: list[Report]) -> None:
+def test_nothing_is_chosen(kernels_on: Launches) -> None:
     """A query that no compressed row is visible to, and one that only lists none."""
     case = Case(Q=2, H=3, W=5, S=40, chosen="all", before=9)
     window, rows = rows_of(case)
@@ -246,7 +245,7 @@ def test_nothing_is_chosen(kernels_on: list[Report]) -> None:
         np.testing.assert_allclose(host(found), host(alone), rtol=0, atol=2e-6)
 
 
-def test_a_sink_may_take_everything(kernels_on: list[Report]) -> None:
+def test_a_sink_may_take_everything(kernels_on: Launches) -> None:
     for Q in (1, 80):
         case = Case(Q=Q, H=3, W=5, S=8, chosen="all", before=9)
         window, _ = rows_of(case)
@@ -265,7 +264,7 @@ def test_a_sink_may_take_everything(kernels_on: list[Report]) -> None:
             np.testing.assert_allclose(host(out), np.broadcast_to(right, out.shape), atol=1e-6)
 
 
-def test_other_formats_and_widths_are_the_references(kernels_on: list[Report]) -> None:
+def test_other_formats_and_widths_are_the_references(kernels_on: Launches) -> None:
     at = decode(W=1, S=1, chosen="none", before=0).at()
     for D, formats in ((64, UNROUNDED), (32, CacheFormats()), (704, CacheFormats())):
         q, sinks = mx.ones((1, 3, D)), mx.zeros((3,))
@@ -287,7 +286,7 @@ def test_other_formats_and_widths_are_the_references(kernels_on: list[Report]) -
     ],
 )
 def test_bytes(
-    Q: int, W: int, S: int, k: int, chosen: str, before: int, kernels_on: list[Report]
+    Q: int, W: int, S: int, k: int, chosen: str, before: int, kernels_on: Launches
 ) -> None:
     """At one query the released widths, with every check of the emulator."""
     H, dtype = (64, mx.bfloat16) if Q == 1 else (9, mx.float32)
@@ -297,7 +296,7 @@ def test_bytes(
     kind = {"none": Chosen.NONE, "all": Chosen.VISIBLE, "some": Chosen.LISTED}[chosen]
     in_window, compressed = case.seen()
     counts = zip(in_window.sum(axis=1).tolist(), compressed.sum(axis=1).tolist(), strict=True)
-    planned = sparse_attention_bytes(
+    planned = sparse_attention_traffic(
         (Q, H, 512),
         64,
         kind,
@@ -308,5 +307,5 @@ def test_bytes(
         value_bytes=case.q().itemsize,
         turns_q=case.turns_q,
     )
+    assert len(planned) == (1 if Q == 40 else 2)
     check_traffic(kernels_on, *planned)
-    assert not kernels_on or len(kernels_on) == (1 if Q == 40 else 2)

@@ -15,11 +15,11 @@ from mlx_engine.ops.engram import (
     gate_value,
     memory_rows,
 )
-from mlx_engine.ops.engram_bytes import engram_gate_bytes, engram_rows_bytes
+from mlx_engine.ops.engram_bytes import engram_gate_traffic, engram_rows_traffic
 from mlx_engine.weights import EngramWeights, Fp8
-from tests.kernels.moved import check_traffic
+from tests.kernels.counted import Launches, check_traffic
 from tests.kernels.test_linear import DTYPES, NUMBERS, ROUNDING, e4m3
-from tests.msl.emulator import EmulatedKernel, Report
+from tests.msl.emulator import EmulatedKernel
 from tests.msl.memory import as_float64
 from tests.unit.arrays import Float
 
@@ -91,7 +91,7 @@ SIZES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "hc", "D", "columns"), SIZES)
 def test_engram_gate(
-    T: int, hc: int, D: int, columns: int, dtype: mx.Dtype, kernels_on: list[Report]
+    T: int, hc: int, D: int, columns: int, dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     head_dim = 32 if T % 2 else 64
     E = columns * head_dim
@@ -107,11 +107,11 @@ def test_engram_gate(
     limit = 2 * ROUNDING[dtype] * np.abs(reference).max() + 2e-3 * np.abs(kv[:, hc * D :]).max()
     assert (np.abs(as_float64(found) - reference) <= limit).all()
     sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
-    check_traffic(kernels_on, *engram_gate_bytes(T, hc, D, E, **sizes))
+    check_traffic(kernels_on, *engram_gate_traffic(T, hc, D, E, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gate_at_the_released_width(dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_the_gate_at_the_released_width(dtype: mx.Dtype, kernels_on: Launches) -> None:
     T, hc, D = 2, 4, 5120
     w = weights(hc, D, 32, mx.bfloat16)
     streams, kv = values(1, T, hc, D, dtype=dtype), values(2, T, (hc + 1) * D, dtype=dtype)
@@ -121,7 +121,7 @@ def test_the_gate_at_the_released_width(dtype: mx.Dtype, kernels_on: list[Report
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("h_scale", "key_scale"), [(1e-16, 1e16), (1e16, 1e-16), (1e-6, 1e-6)])
 def test_the_gate_of_extreme_values(
-    h_scale: float, key_scale: float, dtype: mx.Dtype, kernels_on: list[Report]
+    h_scale: float, key_scale: float, dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     """Also of streams and keys that are nothing: they agree in nothing, the gate is near a half."""
     T, hc, D = 2, 4, 96
@@ -133,7 +133,7 @@ def test_the_gate_of_extreme_values(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_code_and_scale(dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_every_code_and_scale(dtype: mx.Dtype, kernels_on: Launches) -> None:
     """Rows are exact; the two codes that are no numbers give NaN, so that damage shows.
 
     The scales are all those whose values neither type rounds or flushes.
@@ -146,7 +146,7 @@ def test_every_code_and_scale(dtype: mx.Dtype, kernels_on: list[Report]) -> None
     expected = e4m3(np.arange(256, dtype=np.uint8)) * 2.0 ** (scales.astype(int) - 127)[:, None]
     assert (held[:, NUMBERS] == expected[:, NUMBERS]).all()
     assert np.isnan(held[:, [0x7F, 0xFF]]).all()
-    check_traffic(kernels_on, engram_rows_bytes(len(scales), 256, value_bytes=dtype.size))
+    check_traffic(kernels_on, engram_rows_traffic(len(scales), 256, value_bytes=dtype.size))
 
 
 def broken(**arguments: Any) -> Callable[..., list[mx.array]]:
@@ -159,8 +159,8 @@ def broken(**arguments: Any) -> Callable[..., list[mx.array]]:
     return run
 
 
-def test_the_probe(kernels_on: list[Report]) -> None:
+def test_the_probe(kernels_on: Launches) -> None:
     assert agrees()
-    if kernels_on:
+    if kernels_on is not None:
         with launch.using(broken):
             assert not agrees()

@@ -20,16 +20,15 @@ from mlx_engine.ops.front import (
     pooled_rows_reference,
 )
 from mlx_engine.ops.front_bytes import (
-    attention_front_bytes,
-    encoded_keys_bytes,
-    in_ring_bytes,
-    index_queries_bytes,
-    pooled_rows_bytes,
+    attention_front_traffic,
+    encoded_keys_traffic,
+    in_ring_traffic,
+    index_queries_traffic,
+    pooled_rows_traffic,
 )
 from mlx_engine.ops.pooling import pool_groups
 from mlx_engine.ops.rope import Rotation, rotate
-from tests.kernels.moved import check_traffic
-from tests.msl.emulator import Report
+from tests.kernels.counted import Launches, check_traffic
 from tests.unit.arrays import Float, f32, host, normal
 from tests.unrounded import UNROUNDED
 
@@ -70,7 +69,7 @@ def same(found: mx.array, right: mx.array) -> None:
     assert mx.array_equal(found, right)
 
 
-def test_every_rounding(kernels_on: list[Report]) -> None:
+def test_every_rounding(kernels_on: Launches) -> None:
     """Rows of ones of either sign, which have a mean square of 1, times any weight."""
     D = 512
     values = hard_values(D)
@@ -89,7 +88,7 @@ def test_every_rounding(kernels_on: list[Report]) -> None:
         keys = encoded_keys(one, norm, turn, dtype=mx.bfloat16, eps=EPS, fmt=INDEX)
         for found, expected in zip(keys, INDEX.encode(right), strict=True):
             same(found, expected)
-    assert not kernels_on or len(kernels_on) == 3 * len(values)
+    assert kernels_on is None or len(kernels_on) == 3 * len(values)
 
 
 def normed(rows: mx.array, norm: mx.array) -> Float:
@@ -120,7 +119,7 @@ MORE_ROWS = [(65, 63, 64, 16), (129, 127, 64, 2)]
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("T", "Q", "D", "R"), [*SIZES, *MORE_ROWS])
 def test_attention_front(
-    T: int, Q: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]
+    T: int, Q: int, D: int, R: int, dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     L = {64: 2, 128: 130, 192: 66, 512: 1280}[D]
     latent, kv = f32(3 * normal(0, Q, L)).astype(dtype), f32(normal(1, T, D)).astype(dtype)
@@ -130,13 +129,13 @@ def test_attention_front(
     close_norm(found, normed(latent, norms[0]))
     _, right = attention_front_reference(latent, kv, *norms, at, eps=EPS, fmt=WINDOW)
     close_rows(rows, right, WINDOW, D)
-    check_traffic(kernels_on, attention_front_bytes(T, Q, L, D, R, latent.itemsize))
+    check_traffic(kernels_on, attention_front_traffic(T, Q, L, D, R, latent.itemsize))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("N", "slot", "D"), [(1, 0, 64), (5, 4, 128), (128, 77, 512)])
 def test_a_row_in_its_ring(
-    N: int, slot: int, D: int, dtype: mx.Dtype, kernels_on: list[Report]
+    N: int, slot: int, D: int, dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     """The ring with one row changed, to what it would be alone."""
     L, R = 66, 16
@@ -146,7 +145,7 @@ def test_a_row_in_its_ring(
     found, ring = attention_front(
         latent, kv, *norms, at, eps=EPS, fmt=WINDOW, ring=Ring(rows, slot)
     )
-    check_traffic(kernels_on, in_ring_bytes(N, L, D, R, dtype.size))
+    check_traffic(kernels_on, in_ring_traffic(N, L, D, R, dtype.size))
     alone, row = attention_front(latent, kv, *norms, at, eps=EPS, fmt=WINDOW)
     same(found, alone)
     same(ring, mx.where(mx.arange(N)[:, None] == slot, row, rows))
@@ -154,9 +153,9 @@ def test_a_row_in_its_ring(
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("ratio", "n"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
-@pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in SIZES])
+@pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in [*SIZES, *MORE_ROWS]])
 def test_pooled_rows(
-    G: int, D: int, R: int, ratio: int, n: int, dtype: mx.Dtype, kernels_on: list[Report]
+    G: int, D: int, R: int, ratio: int, n: int, dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     """n rows lie apart, as an earlier step left them."""
     kv, gate = f32(normal(0, G * ratio, D)), f32(20 * normal(1, G * ratio, D))
@@ -176,7 +175,7 @@ def test_pooled_rows(
         kv, gates, norm, at, ratio=ratio, dtype=dtype, eps=EPS, fmt=COMPRESSED
     )
     close_rows(rows, right, COMPRESSED, D)
-    check_traffic(kernels_on, pooled_rows_bytes(G, ratio, D, R, found.itemsize))
+    check_traffic(kernels_on, pooled_rows_traffic(G, ratio, D, R, found.itemsize))
 
 
 def as_rows(codes: mx.array, scales: mx.array, D: int) -> mx.array:
@@ -186,18 +185,25 @@ def as_rows(codes: mx.array, scales: mx.array, D: int) -> mx.array:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("G", "D", "R"), [(G, D, R) for G, _, D, R in [*SIZES, *MORE_ROWS]])
-def test_encoded_keys(G: int, D: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_encoded_keys(G: int, D: int, R: int, dtype: mx.Dtype, kernels_on: Launches) -> None:
     key, norm, at = f32(normal(0, G, D)), bf16(1 + normal(2, D)), rotation(G, R)
     found = as_rows(*encoded_keys(key, norm, at, dtype=dtype, eps=EPS, fmt=INDEX), D)
     right = encoded_keys_reference(key, norm, at, dtype=dtype, eps=EPS, fmt=INDEX)
     close_rows(found, as_rows(*right, D), INDEX, D)
-    check_traffic(kernels_on, encoded_keys_bytes(G, D, R))
+    check_traffic(kernels_on, encoded_keys_traffic(G, D, R))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("Q", "H", "D", "K", "R"), [(1, 3, 64, 60, 16), (3, 32, 128, 5120, 64)])
+@pytest.mark.parametrize(
+    ("Q", "H", "D", "K", "R"),
+    [
+        *[(1, 3, 64, 60, 16), (3, 32, 128, 5120, 64)],
+        *[(Q, 3, D, 60, R) for _, Q, D, R in [*SIZES, *MORE_ROWS]],
+        *[(Q, 3, D, 60, R) for Q, _, D, R in MORE_ROWS],
+    ],
+)
 def test_index_queries(
-    Q: int, H: int, D: int, K: int, R: int, dtype: mx.Dtype, kernels_on: list[Report]
+    Q: int, H: int, D: int, K: int, R: int, dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     """Rounded values as their codes, and head weights within f32's rounding of K products."""
     q, x = f32(normal(0, Q, H, D)).astype(dtype), f32(normal(1, Q, K)).astype(dtype)
@@ -213,10 +219,10 @@ def test_index_queries(
     a, b = host(x).astype(np.float64), host(weights).astype(np.float64)
     error = np.abs(host(head_weights) - a @ b.T / np.sqrt(D * H))
     assert (error <= K * 2.0**-24 * (np.abs(a) @ np.abs(b).T) / np.sqrt(D * H)).all()
-    check_traffic(kernels_on, index_queries_bytes(Q, H, D, K, R, dtype.size))
+    check_traffic(kernels_on, index_queries_traffic(Q, H, D, K, R, dtype.size))
 
 
-def test_rows_that_do_not_lie_together(kernels_on: list[Report]) -> None:
+def test_rows_that_do_not_lie_together(kernels_on: Launches) -> None:
     """A slice of a wider product, as of both halves of a pair."""
     D, norm, at = 64, bf16(1 + normal(2, 64)), rotation(3, 16)
     wide = f32(normal(0, 3, 2 * D))
@@ -229,7 +235,7 @@ def test_rows_that_do_not_lie_together(kernels_on: list[Report]) -> None:
         close_rows(keys, as_rows(*expected, D), INDEX, D)
 
 
-def test_other_formats_are_the_references(kernels_on: list[Report]) -> None:
+def test_other_formats_are_the_references(kernels_on: Launches) -> None:
     x, norm, at = f32(normal(0, 2, 64)), f32(normal(1, 64)), rotation(2, 16)
     fmt = UNROUNDED.window
     for found, right in (

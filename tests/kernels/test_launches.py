@@ -4,7 +4,7 @@ First what counts is counted right, then the step is held to its limits.
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,11 +17,17 @@ from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import parse_config
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
+from mlx_engine.ops.traffic import Traffic
 from mlx_engine.sampling import Sampler, Sampling
 from mlx_engine.session import Session
+from tests.engine.support import tiny_config
+from tests.kernels.counted import counted
 from tests.kernels.step import decode_step, engram_of_zeros, lay_out_weights
 from tests.kernels.trace import Array, Launch, trace
 from tests.kernels.traffic import floor_bytes, given_bytes, state_read_bytes, traffic
+from tests.msl import emulator
+from tests.msl.conftest import require_emulator
+from tests.msl.emulator import EmulatedKernel
 from tests.reference.random_tensors import TINY_CONFIG
 
 DATA = Path(__file__).parents[1] / "data"
@@ -134,7 +140,7 @@ def test_a_launch_knows_its_arrays_and_on_what_it_depends() -> None:
     assert add.inputs[0] == Array((8, 6), mx.float32, 6 * 4)
     assert traffic(add).unique_bytes == (6 + 48 + 48) * 4
     assert (kernel.kernel is not None, add.kernel) == (True, None)
-    assert traffic(kernel).unique_bytes == 2 * 48 * 4
+    assert given_bytes(kernel) == 2 * 48 * 4
     assert traffic(gather).unique_bytes == 2 * 6 * 4 + 4
     assert traffic(update).unique_bytes == 2 * 12 * 4 + 4
 
@@ -198,6 +204,33 @@ def test_a_trace_takes_no_memory() -> None:
     before = mx.get_active_memory()
     decode_step(released(), CONTEXTS[0], SAMPLINGS["greedy"])
     assert mx.get_peak_memory() - before < 32 << 20
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("tokens", [21, 141])
+def test_the_bytes_of_a_traced_step_are_those_of_a_real_one(tokens: int, sampling: str) -> None:
+    """By kernel, unique and total: what the emulator counts in a step after MLX's prefill.
+
+    The step closes a group of every source, and the newest block is whole.
+    """
+    require_emulator()
+    config = parse_config(tiny_config(index_head_dim=64, sliding_window=20))
+    weights = lay_out_weights(config, lambda _, shape, dtype: mx.zeros(shape, dtype))
+    session = Session(Model(config, weights, mx.bfloat16), engram_of_zeros(config))
+    mx.eval(session.sync([0] * tokens))
+    with launch.using(EmulatedKernel), emulator.recording() as reports:
+        Sampler(SAMPLINGS[sampling])(session.step(0))
+    real, traced = (defaultdict[str, Traffic](Traffic) for _ in range(2))
+    for report in reports:
+        real[report.kernel] += counted(report)
+    for found in decode_step(config, tokens, SAMPLINGS[sampling]):
+        if found.kernel is not None:
+            traced[found.name] += traffic(found)
+    # In which blocks the chosen rows lie is in the scores: at most one in each.
+    in_blocks = real.pop("best_rows_of_blocks"), traced.pop("best_rows_of_blocks")
+    assert 0 < in_blocks[0].unique_bytes <= in_blocks[1].unique_bytes
+    assert in_blocks[0].total_bytes == in_blocks[1].total_bytes
+    assert real == traced
 
 
 @pytest.mark.parametrize("tokens", [20, 21])

@@ -21,10 +21,11 @@ from mlx_engine.ops.linear import (
     linear_f32_pair,
     linear_f32_reference,
 )
-from mlx_engine.ops.linear_bytes import fp8_linear_bytes, linear_f32_bytes
+from mlx_engine.ops.linear_bytes import fp8_linear_traffic, linear_f32_traffic
+from mlx_engine.ops.traffic import added
 from mlx_engine.weights import Fp8
-from tests.kernels.moved import check_traffic
-from tests.msl.emulator import EmulatedKernel, Report
+from tests.kernels.counted import Launches, check_traffic
+from tests.msl.emulator import EmulatedKernel
 from tests.msl.memory import as_float64
 from tests.unit.arrays import Float
 
@@ -77,11 +78,11 @@ MANY = [(33, 1, 32), (63, 65, 64), (64, 129, 96), (65, 31, 64), (127, 127, 96), 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "N", "K"), [*FEW, *MANY])
-def test_fp8_linear(T: int, N: int, K: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_fp8_linear(T: int, N: int, K: int, dtype: mx.Dtype, kernels_on: Launches) -> None:
     w, values = fp8(T, N, K)
     x = rows(N, T, K, dtype=dtype)
     check(fp8_linear(x, w), x, values, fp8_linear_reference(x, w))
-    check_traffic(kernels_on, fp8_linear_bytes(T, N, K=K, value_bytes=dtype.size))
+    check_traffic(kernels_on, fp8_linear_traffic(T, N, K=K, value_bytes=dtype.size))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,19 +91,19 @@ def test_fp8_linear(T: int, N: int, K: int, dtype: mx.Dtype, kernels_on: list[Re
     ("T", "N", "K"), [FEW[0], FEW[2], FEW[5], FEW[7], FEW[9], MANY[1], MANY[3], MANY[5]]
 )
 def test_linear_f32(
-    T: int, N: int, K: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, kernels_on: list[Report]
+    T: int, N: int, K: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, kernels_on: Launches
 ) -> None:
     weight = rows(T, N, K, dtype=weight_dtype)
     x = rows(N, T, K, dtype=dtype)
     found = linear_f32(x, weight)
     check(found, x, as_float64(weight), linear_f32_reference(x, weight))
     sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
-    check_traffic(kernels_on, linear_f32_bytes(T, N, K=K, **sizes))
+    check_traffic(kernels_on, linear_f32_traffic(T, N, K=K, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "heads"), [(1, 4), (5, 6), (65, 2)])
-def test_grouped_output(T: int, heads: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_grouped_output(T: int, heads: int, dtype: mx.Dtype, kernels_on: Launches) -> None:
     G, head_dim, rank, D = 2, 32, 48, 65
     wo_a, values_a = fp8(T, G, rank, heads // G * head_dim)
     wo_b, values_b = fp8(heads, D, G * rank)
@@ -122,29 +123,30 @@ def test_grouped_output(T: int, heads: int, dtype: mx.Dtype, kernels_on: list[Re
     K = heads // G * head_dim
     check_traffic(
         kernels_on,
-        fp8_linear_bytes(T, rank, K=K, value_bytes=dtype.size, G=G),
-        fp8_linear_bytes(T, D, K=G * rank, value_bytes=dtype.size),
+        fp8_linear_traffic(T, rank, K=K, value_bytes=dtype.size, G=G),
+        fp8_linear_traffic(T, D, K=G * rank, value_bytes=dtype.size),
     )
 
 
 @pytest.mark.parametrize(("T", "launches"), [(1, 1), (8, 1), (17, 1), (33, 2)])
-def test_pairs(T: int, launches: int, kernels_on: list[Report]) -> None:
+def test_pairs(T: int, launches: int, kernels_on: Launches) -> None:
     """Two weights of different N: what each gives alone."""
     K = 1056
     x = rows(T, T, K, dtype=mx.bfloat16)
     pair = [fp8(1, 65, K), fp8(2, 31, K)]
     founds = fp8_linear_pair(x, pair[0][0], pair[1][0])
     if launches == 1:
-        check_traffic(kernels_on, fp8_linear_bytes(T, 65, 31, K=K, value_bytes=2))
+        check_traffic(kernels_on, fp8_linear_traffic(T, 65, 31, K=K, value_bytes=2))
     else:
-        each = (fp8_linear_bytes(T, n, K=K, value_bytes=2) for n in (65, 31))
+        each = [fp8_linear_traffic(T, n, K=K, value_bytes=2) for n in (65, 31)]
         check_traffic(kernels_on, *each)
+        assert added(*each) == fp8_linear_traffic(T, 65, 31, K=K, value_bytes=2)
     for (w, values), found in zip(pair, founds, strict=True):
         check(found, x, values, fp8_linear_reference(x, w))
     wide = [rows(3, 33, K, dtype=mx.bfloat16), rows(4, 40, K, dtype=mx.bfloat16)]
     for w, found in zip(wide, linear_f32_pair(x, wide[0], wide[1]), strict=True):
         check(found, x, as_float64(w), linear_f32_reference(x, w))
-    assert not kernels_on or len(kernels_on) == 2 * launches
+    assert kernels_on is None or len(kernels_on) == 2 * launches
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,19 +160,19 @@ def test_plain_pairs(
     K: int,
     dtype: mx.Dtype,
     weight_dtype: mx.Dtype,
-    kernels_on: list[Report],
+    kernels_on: Launches,
 ) -> None:
     x = rows(T, T, K, dtype=dtype)
     first, second = (rows(n, n, K, dtype=weight_dtype) for n in N)
     for w, found in zip((first, second), linear_f32_pair(x, first, second), strict=True):
         check(found, x, as_float64(w), linear_f32_reference(x, w))
     sizes = {"value_bytes": dtype.size, "weight_bytes": weight_dtype.size}
-    check_traffic(kernels_on, linear_f32_bytes(T, *N, K=K, **sizes))
+    check_traffic(kernels_on, linear_f32_traffic(T, *N, K=K, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 256])
-def test_every_code_at_every_scale(T: int, dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_every_code_at_every_scale(T: int, dtype: mx.Dtype, kernels_on: Launches) -> None:
     """Rows of the unit matrix find the weight's values, exactly: every one is a normal number."""
     K, N = 256, 32 * 30
     codes = np.resize(np.array(NUMBERS, np.uint8), (N, K))
@@ -184,24 +186,24 @@ def test_every_code_at_every_scale(T: int, dtype: mx.Dtype, kernels_on: list[Rep
     assert (as_float64(fp8_linear(x, w)) == expected).all()
 
 
-def test_rows_that_do_not_lie_together(kernels_on: list[Report]) -> None:
+def test_rows_that_do_not_lie_together(kernels_on: Launches) -> None:
     w, values = fp8(1, 40, 64)
     wide = rows(2, 6, 128, dtype=mx.float32)
     for x in (wide[1:5, 64:], wide[:3, ::2], wide[::5, :64]):
         check(fp8_linear(x, w), x, values, fp8_linear_reference(x, w))
 
 
-def test_the_head(kernels_on: list[Report]) -> None:
+def test_the_head(kernels_on: Launches) -> None:
     head, x = rows(1, 129, 64, dtype=mx.bfloat16), rows(2, 3, 64, dtype=mx.bfloat16)
     check(head_logits(x, head), x, as_float64(head), linear_f32_reference(x, head))
-    assert not kernels_on or len(kernels_on) == 1
+    assert kernels_on is None or len(kernels_on) == 1
 
 
 # A layer's products at the released widths: wkv, and rows of wq_a, wo_b and wq_b.
 @pytest.mark.parametrize(
     ("T", "N", "K"), [(1, 512, 5120), (4, 128, 5120), (8, 32, 8192), (2, 256, 1280), (64, 64, 1280)]
 )
-def test_released_widths(T: int, N: int, K: int, kernels_on: list[Report]) -> None:
+def test_released_widths(T: int, N: int, K: int, kernels_on: Launches) -> None:
     w, values = fp8(T, N, K)
     x = rows(N, T, K, dtype=mx.bfloat16)
     check(fp8_linear(x, w), x, values, fp8_linear_reference(x, w))
@@ -209,27 +211,25 @@ def test_released_widths(T: int, N: int, K: int, kernels_on: list[Report]) -> No
 
 # The index keys' product, some rows of the head, and some of a compressor's two.
 @pytest.mark.parametrize(("T", "N", "K"), [(1, 128, 512), (8, 33, 5120)])
-def test_plain_products_at_released_widths(
-    T: int, N: int, K: int, kernels_on: list[Report]
-) -> None:
+def test_plain_products_at_released_widths(T: int, N: int, K: int, kernels_on: Launches) -> None:
     w, x = rows(T, N, K, dtype=mx.bfloat16), rows(N, T, K, dtype=mx.bfloat16)
     right = linear_f32_reference(x, w)
     for found in (linear_f32(x, w), *linear_f32_pair(x, w, w)):
         check(found, x, as_float64(w), right)
 
 
-def test_few_rows_read_the_weight_once(kernels_on: list[Report]) -> None:
+def test_few_rows_read_the_weight_once(kernels_on: Launches) -> None:
     """Each of its bytes is loaded by one lane, for all rows."""
     T, N, K = FEW[7]
     fp8_linear(rows(1, T, K, dtype=mx.bfloat16), fp8(2, N, K)[0])
-    if not kernels_on:
+    if kernels_on is None:
         pytest.skip("a GPU does not count bytes")
     assert kernels_on[-1].traffic["weight"].loaded == N * K
 
 
-def test_the_self_test_sees_a_wrong_kernel(kernels_on: list[Report]) -> None:
+def test_the_self_test_sees_a_wrong_kernel(kernels_on: Launches) -> None:
     assert agrees()
-    if not kernels_on:
+    if kernels_on is None:
         pytest.skip("a GPU's kernels are not wrong on purpose")
 
     def wrong(**arguments: Any) -> Callable[..., list[mx.array]]:

@@ -6,7 +6,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_engine.ops.mhc import MhcSublayer, Mixing, mhc_between
-from mlx_engine.ops.mhc_bytes import HC, mhc_between_bytes
+from mlx_engine.ops.mhc_bytes import HC, mhc_between_traffic
 from mlx_engine.ops.router import (
     Router,
     Routing,
@@ -14,10 +14,9 @@ from mlx_engine.ops.router import (
     mhc_route,
     route,
 )
-from mlx_engine.ops.router_bytes import choose_bytes, router_scores_bytes
+from mlx_engine.ops.router_bytes import choose_traffic, router_scores_traffic
 from mlx_engine.weights import MhcWeights
-from tests.kernels.moved import check_traffic
-from tests.msl.emulator import Report
+from tests.kernels.counted import Launches, check_traffic
 from tests.msl.memory import as_float64
 
 Float = NDArray[np.float64]
@@ -61,7 +60,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_route(shape: tuple[int, int, int, int], dtype: mx.Dtype, kernels_on: list[Report]) -> None:
+def test_route(shape: tuple[int, int, int, int], dtype: mx.Dtype, kernels_on: Launches) -> None:
     """Choices are those of float64, weights within the rounding of f32 sums of D products.
 
     What `mhc_between` gives beside them is the same to the last bit, whoever finishes it.
@@ -74,11 +73,11 @@ def test_route(shape: tuple[int, int, int, int], dtype: mx.Dtype, kernels_on: li
     streams, x, mixing, routing = mhc_route(*given, router)
     ids, weights = routing.chosen()
     assert (ids.dtype, weights.dtype) == (mx.int32, mx.float32)
-    if kernels_on and T <= 8:
+    if kernels_on is not None and T <= 8:
         assert [r.kernel for r in kernels_on] == ["mhc_between", "router_scores", "router_choose"]
-        between, _ = mhc_between_bytes(T, D, value_bytes=dtype.size)
-        scored = router_scores_bytes(T, E, D, value_bytes=dtype.size)
-        check_traffic(kernels_on, between, scored, choose_bytes(T, k, E))
+        between, _ = mhc_between_traffic(T, D, value_bytes=dtype.size)
+        scored = router_scores_traffic(T, E, D, value_bytes=dtype.size)
+        check_traffic(kernels_on, between, scored, choose_traffic(T, k, E))
     right_streams, right_x, right = mhc_between(*given)
     for a, b in (
         *((streams, right_streams), (x, right_x), (mixing.pre, right.pre)),
@@ -96,7 +95,7 @@ def test_route(shape: tuple[int, int, int, int], dtype: mx.Dtype, kernels_on: li
     np.testing.assert_allclose(as_float64(weights), 2.5 * chosen, rtol=D * 2.0**-20)
 
 
-def test_ties_go_to_the_lowest(kernels_on: list[Report]) -> None:
+def test_ties_go_to_the_lowest(kernels_on: Launches) -> None:
     """Equal experts within a lane, in neighbouring and in far lanes."""
     E = 384
     bias = np.full(E, -1.0, np.float32)
@@ -109,7 +108,7 @@ def test_ties_go_to_the_lowest(kernels_on: list[Report]) -> None:
         np.testing.assert_allclose(as_float64(weights), 1 / k, rtol=1e-6)
 
 
-def test_order_of_biased_scores(kernels_on: list[Report]) -> None:
+def test_order_of_biased_scores(kernels_on: Launches) -> None:
     """Negative sums, zeros of both signs, infinities and scores from nothing to hundreds."""
     logits = [[-60.0], [-20], [-1], [-600], [1], [20], [60000], [3], [-600]]
     gate = mx.pad(mx.array(logits), [(0, 0), (0, 31)]).astype(mx.bfloat16)

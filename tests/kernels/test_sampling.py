@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from mlx_engine.ops import launch
 from mlx_engine.ops.sampling import agrees, draw, draw_reference, greedy
-from mlx_engine.ops.sampling_bytes import draw_bytes
+from mlx_engine.ops.sampling_bytes import draw_traffic
 from mlx_engine.sampling import Sampler, Sampling
-from tests.kernels.moved import check_traffic
+from tests.kernels.counted import Launches, check_traffic
 from tests.msl import emulator
-from tests.msl.emulator import EmulatedKernel, Order, Report
+from tests.msl.emulator import EmulatedKernel, Order
 from tests.unit.arrays import Float
 
 Logits = NDArray[np.float32]
@@ -89,7 +89,7 @@ def normal(V: int, spread: float = 3.0) -> Logits:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("V", [1, 2, 7, 31, 33, 63, 65, 127, 129, 2047, 2048, 2049, 6151])
-def test_draw(V: int, rule: Rule, kernels_on: list[Report]) -> None:
+def test_draw(V: int, rule: Rule, kernels_on: Launches) -> None:
     """One part of the logits, several, and a part that is not full."""
     logits = normal(V)
     possible = [expected(logits, rule, seed) for seed in range(2)]
@@ -100,14 +100,14 @@ def test_draw(V: int, rule: Rule, kernels_on: list[Report]) -> None:
 
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[5]], ids=str)
-def test_the_released_vocabulary(rule: Rule, kernels_on: list[Report]) -> None:
+def test_the_released_vocabulary(rule: Rule, kernels_on: Launches) -> None:
     logits = normal(V_RELEASED)
     (token,) = expected(logits, rule, 5)
     assert rule.draw(logits, 5) == token == rule.draw(logits, 5, draw_reference)
-    check_traffic(kernels_on, *draw_bytes(V_RELEASED, has_top_p=rule.top_p < 1))
+    check_traffic(kernels_on, *draw_traffic(V_RELEASED, has_top_p=rule.top_p < 1))
 
 
-def test_flat_logits_are_a_race_of_all(kernels_on: list[Report]) -> None:
+def test_flat_logits_are_a_race_of_all(kernels_on: Launches) -> None:
     """The random bits are MLX's, for even and odd counts."""
     for V in (2, 3, 64, 2049, 4098):
         flat = np.full(V, 1.5, np.float32)
@@ -143,7 +143,7 @@ def check_edge(logits: Logits, n: int, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8, 9, 30])
-def test_the_edge_of_the_nucleus(n: int, kernels_on: list[Report]) -> None:
+def test_the_edge_of_the_nucleus(n: int, kernels_on: Launches) -> None:
     """Also among equals, which lie in several parts, and between neighbouring floats."""
     logits = normal(6151) - 12
     above = np.nextafter(np.float32(4), np.float32(5))
@@ -154,12 +154,12 @@ def test_the_edge_of_the_nucleus(n: int, kernels_on: list[Report]) -> None:
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_edge_among_thousands_of_equals(sign: int, kernels_on: list[Report]) -> None:
+def test_the_edge_among_thousands_of_equals(sign: int, kernels_on: Launches) -> None:
     logits = np.full(4500, sign * 20, np.float32)
     check_edge(logits, 1300, Rule())
 
 
-def test_a_tail_of_small_weights_counts(kernels_on: list[Report]) -> None:
+def test_a_tail_of_small_weights_counts(kernels_on: Launches) -> None:
     """Each of the tail is below 2^-19 of the greatest, together they are 3% of it."""
     logits = np.full(20_000, math.log(1.6e-6), np.float32)
     logits[7] = 0
@@ -169,7 +169,7 @@ def test_a_tail_of_small_weights_counts(kernels_on: list[Report]) -> None:
     assert rule.draw(logits, seed) == token
 
 
-def test_a_race_is_decided_by_little(kernels_on: list[Report]) -> None:
+def test_a_race_is_decided_by_little(kernels_on: Launches) -> None:
     """Of two tokens one wins by 2^-13, the other one by as little if that is taken from it.
 
     Those that draw the least and the greatest time of 300, and others.
@@ -185,13 +185,13 @@ def test_a_race_is_decided_by_little(kernels_on: list[Report]) -> None:
                 assert Rule().draw(logits, seed) == winner
 
 
-def test_a_wide_temperature_ranks_by_the_logits(kernels_on: list[Report]) -> None:
+def test_a_wide_temperature_ranks_by_the_logits(kernels_on: Launches) -> None:
     """Weights that are all one do not make the logits equal."""
     logits = normal(300)
     check_edge(logits, 20, Rule(temperature=1e30))
 
 
-def test_min_p_goes_before_top_p(kernels_on: list[Report]) -> None:
+def test_min_p_goes_before_top_p(kernels_on: Launches) -> None:
     """Of the first three tokens the first has 0.53, of all four 0.5."""
     logits = np.log(np.array([0.05, 0.5, 0.3, 0.15], np.float32))
     rule = Rule(top_p=0.515, min_p=0.2)
@@ -202,7 +202,7 @@ def test_min_p_goes_before_top_p(kernels_on: list[Report]) -> None:
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(top_p=0.9), Rule(min_p=0.1)], ids=str)
-def test_what_is_no_finite_number(rule: Rule, kernels_on: list[Report]) -> None:
+def test_what_is_no_finite_number(rule: Rule, kernels_on: Launches) -> None:
     """NaN counts as -inf and is not drawn unless there is nothing else; infinities win."""
     logits = normal(2100)
     logits[::2] = NAN
@@ -227,20 +227,20 @@ def test_what_is_no_finite_number(rule: Rule, kernels_on: list[Report]) -> None:
     ],
     ids=str,
 )
-def test_rules_at_their_limits_leave_the_greatest(rule: Rule, kernels_on: list[Report]) -> None:
+def test_rules_at_their_limits_leave_the_greatest(rule: Rule, kernels_on: Launches) -> None:
     logits = normal(2500)
     logits[2400] = 20
     assert {rule.draw(logits, seed) for seed in range(3)} == {2400}
 
 
-def test_a_share_of_all_but_nothing_keeps_what_rounding_leaves(kernels_on: list[Report]) -> None:
+def test_a_share_of_all_but_nothing_keeps_what_rounding_leaves(kernels_on: Launches) -> None:
     rule = Rule(temperature=50.0, top_p=float(np.nextafter(np.float32(1), np.float32(0))))
     logits = normal(2500)
     for seed in range(3):
         assert {rule.draw(logits, seed)} == expected(logits, Rule(temperature=50.0), seed)
 
 
-def test_logits_of_any_size(kernels_on: list[Report]) -> None:
+def test_logits_of_any_size(kernels_on: Launches) -> None:
     """Large numbers, and small ones that differ in their last bits only."""
     for scale, offset in ((1e30, 0.0), (1e-30, 0.0), (1e-5, 100.0)):
         logits = (normal(2200) * np.float32(scale) + np.float32(offset)).astype(np.float32)
@@ -249,14 +249,14 @@ def test_logits_of_any_size(kernels_on: list[Report]) -> None:
 
 
 @pytest.mark.parametrize("order", list(Order))
-def test_the_order_of_threads_decides_nothing(order: Order, kernels_on: list[Report]) -> None:
+def test_the_order_of_threads_decides_nothing(order: Order, kernels_on: Launches) -> None:
     logits, rule = normal(4099), Rule(top_p=0.9)
     with emulator.using(order=order):
         for seed in range(2):
             assert {rule.draw(logits, seed)} == expected(logits, rule, seed)
 
 
-def test_a_seed_gives_the_tokens_of_the_reference(kernels_on: list[Report]) -> None:
+def test_a_seed_gives_the_tokens_of_the_reference(kernels_on: Launches) -> None:
     def tokens() -> list[int]:
         sampler = Sampler(Sampling(temperature=0.8, top_p=0.9, seed=11))
         return [cast(int, sampler(mx.array(normal(3001))).item()) for _ in range(8)]
@@ -278,8 +278,8 @@ def broken(**arguments: Any) -> Callable[..., list[mx.array]]:
     return run
 
 
-def test_the_probe(kernels_on: list[Report]) -> None:
+def test_the_probe(kernels_on: Launches) -> None:
     assert agrees()
-    if kernels_on:
+    if kernels_on is not None:
         with launch.using(broken):
             assert not agrees()

@@ -2,7 +2,8 @@
 
 A kernel moves what the function of a `*_bytes` module says, which its own test compares with the
 bytes that the emulator saw. So do MLX's operations, taken to read each array once, but for gathers
-and slice updates, which touch their rows only.
+and slice updates, which touch their rows only. What is passed to those functions here is found from
+shapes; test_launches.py compares a whole step with what the emulator saw.
 """
 
 from collections.abc import Callable
@@ -12,26 +13,26 @@ from mlx_engine.formats import COMPRESSED, INDEX, WINDOW
 from mlx_engine.inventory import Owner, tensor_specs
 from mlx_engine.layer_plan import LayerKind, layer_plan
 from mlx_engine.ops.attention import Chosen
-from mlx_engine.ops.attention_bytes import Seen, merge_bytes, sparse_attention_bytes
-from mlx_engine.ops.engram_bytes import engram_rows_bytes, gate_value_bytes
-from mlx_engine.ops.experts_bytes import down_bytes, gate_up_bytes
+from mlx_engine.ops.attention_bytes import Seen, merge_traffic, sparse_attention_traffic
+from mlx_engine.ops.engram_bytes import engram_rows_traffic, gate_value_traffic
+from mlx_engine.ops.experts_bytes import down_traffic, gate_up_traffic
 from mlx_engine.ops.front_bytes import (
-    attention_front_bytes,
-    encoded_keys_bytes,
-    in_ring_bytes,
-    index_queries_bytes,
-    pooled_rows_bytes,
+    attention_front_traffic,
+    encoded_keys_traffic,
+    in_ring_traffic,
+    index_queries_traffic,
+    pooled_rows_traffic,
 )
-from mlx_engine.ops.indexer_bytes import best_bytes, index_scores_bytes
-from mlx_engine.ops.linear_bytes import fp8_linear_bytes, linear_f32_bytes
+from mlx_engine.ops.indexer_bytes import best_traffic, index_scores_traffic
+from mlx_engine.ops.linear_bytes import fp8_linear_traffic, linear_f32_traffic
 from mlx_engine.ops.mhc_bytes import (
-    mhc_between_bytes,
-    mhc_collapse_norm_bytes,
-    mhc_enter_bytes,
-    mhc_expand_bytes,
+    mhc_between_traffic,
+    mhc_collapse_norm_traffic,
+    mhc_enter_traffic,
+    mhc_expand_traffic,
 )
-from mlx_engine.ops.router_bytes import router_scores_bytes
-from mlx_engine.ops.sampling_bytes import draw_bytes
+from mlx_engine.ops.router_bytes import router_scores_traffic
+from mlx_engine.ops.sampling_bytes import draw_traffic, first_traffic
 from mlx_engine.ops.topk import Selection
 from mlx_engine.ops.traffic import Traffic, moved
 from tests.kernels.trace import Array, Launch
@@ -40,8 +41,10 @@ _WORD_BYTES = 4
 
 
 def traffic(launch: Launch) -> Traffic:
-    """The bytes that a launch moves."""
-    formula = _FORMULAS.get(launch.name)
+    """The bytes that a launch moves. Every kernel of a step must have its formula."""
+    if launch.kernel is not None:
+        return _OF_KERNELS[launch.name](launch)
+    formula = _OF_MLX.get(launch.name)
     return moved(given_bytes(launch)) if formula is None else formula(launch)
 
 
@@ -95,36 +98,36 @@ def _value_bytes(array: Array) -> int:
 def _fp8_rows(launch: Launch) -> Traffic:
     x, (out,) = launch.inputs[0], launch.outputs
     T, G, K = x.shape
-    return fp8_linear_bytes(T, out.shape[-1], K=K, value_bytes=_value_bytes(x), G=G)
+    return fp8_linear_traffic(T, out.shape[-1], K=K, value_bytes=_value_bytes(x), G=G)
 
 
 def _fp8_rows_pair(launch: Launch) -> Traffic:
     x = launch.inputs[0]
     T, K = x.shape
     outputs = (out.shape[-1] for out in launch.outputs)
-    return fp8_linear_bytes(T, *outputs, K=K, value_bytes=_value_bytes(x))
+    return fp8_linear_traffic(T, *outputs, K=K, value_bytes=_value_bytes(x))
 
 
 def _plain_rows(launch: Launch) -> Traffic:
     x, *weights = launch.inputs
     T, K = x.shape
     sizes = {"value_bytes": _value_bytes(x), "weight_bytes": _value_bytes(weights[0])}
-    return linear_f32_bytes(T, *(w.shape[0] for w in weights), K=K, **sizes)
+    return linear_f32_traffic(T, *(w.shape[0] for w in weights), K=K, **sizes)
 
 
 def _mhc_between(launch: Launch) -> Traffic:
     T, D = launch.inputs[0].shape
-    return mhc_between_bytes(T, D, value_bytes=_value_bytes(launch.inputs[0]))[0]
+    return mhc_between_traffic(T, D, value_bytes=_value_bytes(launch.inputs[0]))[0]
 
 
 def _mhc_enter(launch: Launch) -> Traffic:
     T, _, D = launch.inputs[0].shape
-    return mhc_enter_bytes(T, D, value_bytes=_value_bytes(launch.inputs[0]))[0]
+    return mhc_enter_traffic(T, D, value_bytes=_value_bytes(launch.inputs[0]))[0]
 
 
 def _mhc_finish(launch: Launch) -> Traffic:
     T, D = launch.outputs[-1].shape
-    return mhc_enter_bytes(T, D, **_norm_sizes(launch))[1]
+    return mhc_enter_traffic(T, D, **_norm_sizes(launch))[1]
 
 
 def _norm_sizes(launch: Launch) -> dict[str, int]:
@@ -136,12 +139,12 @@ def _mhc_collapse_norm(launch: Launch) -> Traffic:
     streams, _, norm, _ = launch.inputs
     T, _, D = streams.shape
     sizes = {"value_bytes": _value_bytes(streams), "norm_bytes": _value_bytes(norm)}
-    return mhc_collapse_norm_bytes(T, D, **sizes)
+    return mhc_collapse_norm_traffic(T, D, **sizes)
 
 
 def _mhc_expand(launch: Launch) -> Traffic:
     T, D = launch.inputs[0].shape
-    return mhc_expand_bytes(T, D, value_bytes=_value_bytes(launch.inputs[0]))
+    return mhc_expand_traffic(T, D, value_bytes=_value_bytes(launch.inputs[0]))
 
 
 def _moe_gate_up(launch: Launch) -> Traffic:
@@ -149,67 +152,67 @@ def _moe_gate_up(launch: Launch) -> Traffic:
     x, scores = launch.inputs[:2]
     act, ids = launch.outputs
     (T, D), E, k, I_D = x.shape, scores.shape[1], ids.shape[1], act.shape[-1]
-    return gate_up_bytes(T, k, E, D, I_D, _value_bytes(x), experts=T * k)
+    return gate_up_traffic(T, k, E, D, I_D, _value_bytes(x), experts=T * k)
 
 
 def _moe_down(launch: Launch) -> Traffic:
     act, ids = launch.inputs[:2]
     (T, k), I_D, (out,) = ids.shape, act.shape[-1], launch.outputs
-    return down_bytes(T, k, out.shape[-1], I_D, _value_bytes(out), experts=T * k)
+    return down_traffic(T, k, out.shape[-1], I_D, _value_bytes(out), experts=T * k)
 
 
 def _router_scores(launch: Launch) -> Traffic:
     T, E = launch.outputs[0].shape
     D, gate = launch.template["D"], launch.inputs[6]
     sizes = _norm_sizes(launch)
-    return router_scores_bytes(T, E, D, **sizes, gate_bytes=_value_bytes(gate))
+    return router_scores_traffic(T, E, D, **sizes, gate_bytes=_value_bytes(gate))
 
 
 def _attention_front(launch: Launch) -> Traffic:
     latent, kv = launch.inputs[:2]
     (Q, L), (T, D) = latent.shape, kv.shape
-    return attention_front_bytes(T, Q, L, D, launch.template["R"], _value_bytes(kv))
+    return attention_front_traffic(T, Q, L, D, launch.template["R"], _value_bytes(kv))
 
 
 def _attention_front_in_ring(launch: Launch) -> Traffic:
     latent, kv, *_, ring, _ = launch.inputs
     L, D, R = latent.shape[1], kv.shape[1], launch.template["R"]
-    return in_ring_bytes(ring.shape[0], L, D, R, _value_bytes(kv))
+    return in_ring_traffic(ring.shape[0], L, D, R, _value_bytes(kv))
 
 
 def _pooled_rows(launch: Launch) -> Traffic:
     G, D = launch.outputs[0].shape
     template, latent = launch.template, launch.outputs[0]
-    return pooled_rows_bytes(G, template["RATIO"], D, template["R"], _value_bytes(latent))
+    return pooled_rows_traffic(G, template["RATIO"], D, template["R"], _value_bytes(latent))
 
 
 def _encoded_keys(launch: Launch) -> Traffic:
     G, D = launch.inputs[0].shape
-    return encoded_keys_bytes(G, D, launch.template["R"])
+    return encoded_keys_traffic(G, D, launch.template["R"])
 
 
 def _index_queries(launch: Launch) -> Traffic:
     q, x = launch.inputs[:2]
     (Q, H, D), (_, K) = q.shape, x.shape
-    return index_queries_bytes(Q, H, D, K, launch.template["R"], _value_bytes(q))
+    return index_queries_traffic(Q, H, D, K, launch.template["R"], _value_bytes(q))
 
 
 def _engram_rows(launch: Launch) -> Traffic:
     (rows,) = launch.outputs
     T, E = rows.shape
-    return engram_rows_bytes(T, E, value_bytes=_value_bytes(rows))
+    return engram_rows_traffic(T, E, value_bytes=_value_bytes(rows))
 
 
 def _engram_gate(launch: Launch) -> Traffic:
     streams, _, q_weight = launch.inputs[:3]
     sizes = {"value_bytes": _value_bytes(streams), "weight_bytes": _value_bytes(q_weight)}
-    return gate_value_bytes(*streams.shape, **sizes)
+    return gate_value_traffic(*streams.shape, **sizes)
 
 
 def _index_scores(launch: Launch) -> Traffic:
     q, _, codes, _, _, *blocks = launch.inputs
     Q, H, D = q.shape
-    return index_scores_bytes(
+    return index_scores_traffic(
         *(Q, codes.shape[0], H, D),
         value_bytes=_value_bytes(q),
         block_size=launch.template.get("SIZE", 1),
@@ -220,7 +223,7 @@ def _index_scores(launch: Launch) -> Traffic:
 def _selection(launch: Launch) -> Traffic:
     kind = Selection(launch.name.removeprefix("best_").removesuffix("_of_parts"))
     (Q, N), template = launch.inputs[0].shape, launch.template
-    return best_bytes(kind, Q, N, template["K"], template.get("SIZE", 1))
+    return best_traffic(kind, Q, N, template["K"], template.get("SIZE", 1))
 
 
 def _sparse_attention(launch: Launch) -> Traffic:
@@ -230,7 +233,7 @@ def _sparse_attention(launch: Launch) -> Traffic:
     Q, H, D = q.shape
     own = min(window.shape[0], template["REACH"])
     rows = {Chosen.NONE: 0, Chosen.VISIBLE: compressed.shape[0], Chosen.LISTED: ids.shape[-1]}[kind]
-    return sparse_attention_bytes(
+    return sparse_attention_traffic(
         (Q, H, D),
         template["R"],
         kind,
@@ -246,12 +249,12 @@ def _sparse_attention(launch: Launch) -> Traffic:
 def _merge_slices(launch: Launch) -> Traffic:
     (out,), (_, slices, *_) = launch.outputs, launch.inputs[0].shape
     Q, H, D = out.shape
-    return merge_bytes((Q, H, D), launch.template["R"], slices, _value_bytes(out))
+    return merge_traffic((Q, H, D), launch.template["R"], slices, _value_bytes(out))
 
 
 def _sampling(launch: Launch) -> Traffic:
     (V,) = launch.inputs[0].shape
-    of_all, of_nucleus = draw_bytes(V, has_top_p=False), draw_bytes(V, has_top_p=True)
+    of_all, of_nucleus = draw_traffic(V, has_top_p=False), draw_traffic(V, has_top_p=True)
     return {
         "sampling_greatest": of_all[0],
         "sampling_draw": of_all[1],
@@ -260,6 +263,10 @@ def _sampling(launch: Launch) -> Traffic:
         "sampling_histogram_2": of_nucleus[3],
         "sampling_draw_nucleus": of_nucleus[4],
     }[launch.name]
+
+
+def _sampling_first(launch: Launch) -> Traffic:
+    return first_traffic(*launch.inputs[0].shape)
 
 
 def _gather(launch: Launch) -> Traffic:
@@ -272,7 +279,7 @@ def _slice_update(launch: Launch) -> Traffic:
     return moved(2 * rows.unique_bytes + sum(x.unique_bytes for x in start))
 
 
-_FORMULAS: dict[str, Callable[[Launch], Traffic]] = {
+_OF_KERNELS: dict[str, Callable[[Launch], Traffic]] = {
     "fp8_rows": _fp8_rows,
     "fp8_rows_pair": _fp8_rows_pair,
     "plain_rows": _plain_rows,
@@ -311,6 +318,9 @@ _FORMULAS: dict[str, Callable[[Launch], Traffic]] = {
     "sampling_histogram_1": _sampling,
     "sampling_histogram_2": _sampling,
     "sampling_draw_nucleus": _sampling,
+    "sampling_first": _sampling_first,
+}
+_OF_MLX: dict[str, Callable[[Launch], Traffic]] = {
     "Gather": _gather,
     "SliceUpdate": _slice_update,
     "DynamicSliceUpdate": _slice_update,

@@ -53,7 +53,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Counts:
     """Bytes that a kernel loaded from and stored to one buffer: in all, and different ones."""
 
     loaded: int
@@ -69,7 +69,7 @@ class Report:
     kernel: str
     threads: int
     threadgroup_bytes: int
-    traffic: Mapping[str, Traffic]
+    traffic: Mapping[str, Counts]
 
     @property
     def unique_bytes(self) -> int:
@@ -246,7 +246,7 @@ def _run(
         contents = [file.read(i, buffer.content.size) for i, buffer in enumerate(buffers)]
     faults = [_fault(program, *fields) for kind, *fields in answer if kind == "fault"]
     traffic = {
-        buffers[int(index)].name: Traffic(*map(int, counts))
+        buffers[int(index)].name: Counts(*map(int, counts))
         for kind, index, *counts in answer
         if kind == "buffer" and _settings.checked
     }
@@ -287,7 +287,7 @@ def _fault(program: Path, kind: str, site: str, last_site: str, message: str) ->
     return Fault(Kind(kind), next(filter(None, places), ""), message)
 
 
-def _unwritten(buffers: Sequence[Buffer], traffic: Mapping[str, Traffic]) -> Iterator[Fault]:
+def _unwritten(buffers: Sequence[Buffer], traffic: Mapping[str, Counts]) -> Iterator[Fault]:
     for buffer in buffers:
         missing = buffer.content.size - traffic[buffer.name].stored_unique
         if buffer.writable and not buffer.initialised and missing:

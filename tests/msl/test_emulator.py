@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.msl import conftest, emulator, toolchain
-from tests.msl.emulator import EmulatedKernel, Traffic, recording, using
+from tests.msl.emulator import Counts, EmulatedKernel, recording, using
 from tests.msl.faults import CompileError, KernelFault, Kind
 from tests.msl.memory import as_float64
 from tests.msl.run_body import FLOATS, INTEGERS, run
@@ -25,18 +25,18 @@ def call(source: str, header: str = "", threads: int = 64) -> mx.array:
     )
 
 
-def traffic() -> dict[str, Traffic]:
+def traffic() -> dict[str, Counts]:
     assert emulator.last_report is not None
     return dict(emulator.last_report.traffic)
 
 
 def test_bytes_are_counted_in_all_and_once() -> None:
     call("out[i] = a[i] + a[i / 2] + a[63];")
-    assert traffic() == {"a": Traffic(3 * 256, 256, 0, 0), "out": Traffic(0, 0, 256, 256)}
+    assert traffic() == {"a": Counts(3 * 256, 256, 0, 0), "out": Counts(0, 0, 256, 256)}
     call("if (i < 16) { float4 x = ((const device float4*)a)[i]; ((device float4*)out)[i] = x; }")
-    assert traffic() == {"a": Traffic(256, 256, 0, 0), "out": Traffic(0, 0, 256, 256)}
+    assert traffic() == {"a": Counts(256, 256, 0, 0), "out": Counts(0, 0, 256, 256)}
     call("out[i] = 0; threadgroup_barrier(mem_flags::mem_device); if (i < 3) out[i] += a[2 * i];")
-    assert traffic() == {"a": Traffic(12, 12, 0, 0), "out": Traffic(12, 12, 256 + 12, 256)}
+    assert traffic() == {"a": Counts(12, 12, 0, 0), "out": Counts(12, 12, 256 + 12, 256)}
 
 
 def test_bytes_of_matrices_atomics_and_shapes_are_counted() -> None:
@@ -46,9 +46,9 @@ def test_bytes_of_matrices_atomics_and_shapes_are_counted() -> None:
     )
     run(EmulatedKernel, source, [FLOATS], threads=32, shape=(64,), dtype=mx.float32)
     assert traffic() == {
-        "a": Traffic(256, 256, 0, 0),
-        "a_shape": Traffic(32 * 4, 4, 0, 0),
-        "out": Traffic(0, 0, 256, 256),
+        "a": Counts(256, 256, 0, 0),
+        "a_shape": Counts(32 * 4, 4, 0, 0),
+        "out": Counts(0, 0, 256, 256),
     }
     source = "atomic_fetch_add_explicit(&out[i % 4], a[i], memory_order_relaxed);"
     run(
@@ -61,7 +61,7 @@ def test_bytes_of_matrices_atomics_and_shapes_are_counted() -> None:
         init_value=0,
         atomic_outputs=True,
     )
-    assert traffic()["out"] == Traffic(256, 16, 256, 16)
+    assert traffic()["out"] == Counts(256, 16, 256, 16)
 
 
 def test_report_of_a_dispatch() -> None:

@@ -135,6 +135,14 @@ def test_an_answer_by_the_printed_variables_and_an_end_by_ctrl_c() -> None:
     assert SECRET not in program.errors and "Traceback" not in program.errors
 
 
+def test_a_terminal_that_closes_ends_it_like_sigterm() -> None:
+    with running("--kv-disk-dir", "none") as program, program.client() as client:
+        messages = [{"role": "user", "content": "Hello"}]
+        create(client, model="ds41", max_tokens=1, messages=messages)
+        assert program.stop(signal.SIGHUP) == 0
+    assert "SIGHUP: open answers end here" in program.errors and "stopped" in program.errors
+
+
 def create(client: anthropic.Anthropic, **options: Any) -> anthropic.types.Message:
     return cast(anthropic.types.Message, client.messages.create(**options))
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import mlx_engine
 from mlx_engine.cli.main import app
+from mlx_engine.cli.start import main
 from mlx_engine.errors import (
     BadRequest,
     CacheCorrupt,
@@ -222,3 +223,13 @@ def _read_terminal(leader: int) -> bytes:
         return os.read(leader, 4096)
     except OSError:  # Linux reports the closed other end in this way
         return b""
+
+
+def test_a_ctrl_c_before_the_command_is_there_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_engine.cli.main.app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130

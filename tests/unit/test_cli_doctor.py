@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def findings(machine: Machine, directory: Path | None, **options: Any) -> dict[str, Finding]:
     # Port 0 is free on any machine.
-    checks = Checks(machine, directory, None, 0, Path("/nowhere/kv"))
+    checks = Checks(machine, directory, None, 0, Path(gettempdir(), "nowhere", "kv"))
     return {finding.what: finding for finding in replace(checks, **options).run()}
 
 
@@ -165,6 +166,26 @@ def test_without_mlx_the_rest_is_checked(tiny: Path) -> None:
     unchecked = [found[what].level for what in ("model", "memory", "kernels")]
     assert unchecked == ["not checked"] * 3
     assert found["disk cache"].level == found["port"].level == "ok"
+
+
+def test_a_folder_that_the_disk_cache_refuses(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(folder: Path) -> Finding:
+        return findings(FakeMachine(), tiny, kv_directory=folder)["disk cache"]
+
+    new = tmp_path / "new" / "folder"
+    assert found(new).level == "ok" and not new.parent.exists()
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    for folder, reason in ((file, "Not a directory"), (tmp_path, "lacks its marker")):
+        refused = found(folder)
+        assert refused.level == "problem" and reason in refused.seen
+        assert "--kv-disk-dir" in refused.todo
+    assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
+    # As for one who may not write there, which nobody can forbid to root.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert found(new).seen == f"{tmp_path} cannot be written to"
 
 
 def test_a_model_that_lacks_a_file_or_is_none(tmp_path: Path) -> None:

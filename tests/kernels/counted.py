@@ -1,14 +1,17 @@
 """What the emulator counted, beside what a kernel's formula says."""
 
-from collections.abc import Sequence
+from typing import TypeAlias
 
 import pytest
 
 from mlx_engine.ops.traffic import Traffic
 from tests.msl.emulator import Report
 
+# Of a test's kernels, in order: what the emulator counted. None on a GPU, which counts nothing.
+Launches: TypeAlias = list[Report] | None
 
-def moved(report: Report) -> Traffic:
+
+def counted(report: Report) -> Traffic:
     """Bytes of arrays that a launch moved; shapes are arguments and no arrays."""
     arrays = [traffic for name, traffic in report.traffic.items() if not name.endswith("_shape")]
     return Traffic(
@@ -17,13 +20,13 @@ def moved(report: Report) -> Traffic:
     )
 
 
-def check_traffic(reports: Sequence[Report], *planned: Traffic, rel: float = 0.0) -> None:
-    """Each launch moved the bytes of its formula, but for `rel` of them; a GPU counts none."""
-    if not reports:
+def check_traffic(launches: Launches, *planned: Traffic, rel: float = 0.0) -> None:
+    """There were launches, and each moved the bytes of its formula, but for `rel` of them."""
+    if launches is None:
         return
-    assert len(reports) == len(planned)
-    for report, formula in zip(reports, planned, strict=True):
-        found = moved(report)
+    assert len(launches) == len(planned) > 0
+    for report, formula in zip(launches, planned, strict=True):
+        found = counted(report)
         for name in ("unique_bytes", "total_bytes"):
             wanted = pytest.approx(getattr(formula, name), rel=rel, abs=0)
             assert getattr(found, name) == wanted, f"{report.kernel}: {name}"
