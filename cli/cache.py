@@ -106,7 +106,8 @@ def prune_command(
 def purge_command(kv_disk_dir: Folder = None, dry_run: DryRun = False) -> None:
     """Remove everything that ds41 wrote into the folder, for all models.
 
-    A server that is running stores nothing more in it until it is started again.
+    Where nothing else lies in the folder, a server that is running stores nothing more in it
+    until it is started again.
     """
     from mlx_engine.diskcache.check import purge
 
@@ -120,6 +121,8 @@ def _directory(named: str | None) -> Path:
     directory = kv_directory(named)
     if directory is None:
         raise BadRequest("none is no folder: name the one to work on, or leave --kv-disk-dir out")
+    if named is not None and not directory.exists():
+        raise BadRequest(f"{directory} is not there: name a folder that is")
     if is_empty(directory):
         typer.echo(f"nothing is stored yet in {directory}")
         raise typer.Exit

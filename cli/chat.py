@@ -56,6 +56,8 @@ class Answering(Protocol):
         self, request: "Request", *, cancelled: Callable[[], bool]
     ) -> "Generator[Event]": ...
 
+    def save_piece(self) -> bool: ...
+
 
 def chat_command(
     context: typer.Context,
@@ -206,6 +208,9 @@ class Chat:
         )
         with closing(events):
             end = self._terminal.show(events)
+        # Whoever types next gives the disk no time.
+        while self._engine.save_piece():
+            pass
         if end.finish_reason != "cancelled":
             self._terminal.turn(end)
         elif self._is_typed:

@@ -46,6 +46,10 @@ class RemoteEngine:
         self.is_loading: bool = status["state"] == "loading"
         self._model: str = status["model"]
 
+    def save_piece(self) -> bool:
+        """Nothing: the server sees to its disk cache itself."""
+        return False
+
     def respond(
         self, request: Request, *, cancelled: Callable[[], bool] = lambda: False
     ) -> Generator[Event]:

@@ -210,9 +210,9 @@ def prune(
 
 
 def purge(directory: Path, *, dry_run: bool = False, files: Files | None = None) -> Removed:
-    """Remove everything of ours. Who has the folder open writes no more to it.
+    """Remove everything of ours; who has the folder open then writes no more to it.
 
-    Where other files stay, so do the marker and the lock: it is a cache's folder for the next run.
+    Where other files lie, the marker and the lock stay: it is a cache's folder for the next run.
     """
     store = Store.existing(directory, files or Files())
     with _locked(store, not dry_run):

@@ -111,12 +111,15 @@ class Room:
     def save_piece(self, *first: Live) -> bool:
         """Hand over one piece of what waits: of what leaves, then of these, then of others.
 
-        Returns whether anything waited.
+        Returns whether anything waited. A save that fails is given up, whoever's answer is next.
         """
         lives = (*self._leaving, *first, *self._live.values())
         live = next((each for each in lives if each.saving.is_pending), None)
         if live is not None:
-            live.saving.advance()
+            try:
+                live.saving.advance()
+            except Exception as error:
+                log.warning("what was computed is not saved: %s", error)
         self._leaving = [each for each in self._leaving if each.saving.is_pending]
         return live is not None
 

@@ -99,10 +99,13 @@ class Import:
         state = self._state
         checkpoint = _read_tail(state, position, tail)
         for (ratio, rows), memory in zip(_growing(state), self._memory, strict=True):
+            # A step may see rows that are not there yet and weigh them with 0, which is no remedy
+            # for what is no number.
+            memory[position // ratio :] = 0
             if mx.cuda.is_available():
                 rows.buffer = mx.array(memory)
             rows.length = position // ratio
-        # Who sees a buffer would keep the next step from working in place.
+        # A view that is kept would outlive the buffer.
         del self._state, self._memory, self.rows
         state.rewind(checkpoint)
         mx.eval(list(state.arrays()))

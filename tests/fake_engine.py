@@ -130,6 +130,9 @@ class FakeEngine:
     def engram_stats(self) -> EngramStats:
         return self._engram
 
+    def save_piece(self) -> bool:
+        return False
+
     def session_stats(self) -> Stats:
         return Stats()
 

@@ -199,7 +199,9 @@ def test_a_step_hands_over_one_piece_and_who_is_idle_the_rest() -> None:
     assert made.sessions.stats().saved_anchors == 3
 
 
-def test_a_save_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = MemoryCache()
     made = Made(cache)
     session, _, _ = made.sync(IDS[:101], 41)
@@ -209,8 +211,8 @@ def test_a_save_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("mlx_engine.saving.export_rows", no_device)
-        with pytest.raises(RuntimeError):
-            made.sessions.save_piece()
+        assert made.sessions.save_piece()
+    assert caplog.messages == ["what was computed is not saved: the device is gone"]
     for token_id in (7, 8):
         made.sessions.step(session, token_id)
     made.sessions.end_turn(session)

@@ -98,6 +98,23 @@ def test_a_restored_state_is_the_live_one(window: int, n: int, is_rounded: bool)
     assert seen(other.state) == seen(own.state)
 
 
+def test_rows_past_the_restored_ones_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(shape: tuple[int, int], dtype: np.dtype[Any]) -> mx.array:
+        return mx.array(np.full(shape, 255, dtype))
+
+    monkeypatch.setattr("mlx_engine.state_transfer._unwritten", poisoned)
+    own = session(60)
+    state = Import(subject().config, 100)
+    for room, part in zip(state.rows, exported(own.state), strict=True):
+        room[: part.size] = part
+    # As where the cache came back with a shorter state than it was asked for.
+    shorter = state.finish(60, export_tail(own.state.checkpoint()))
+    keys = shorter.index_keys.values()
+    growing = [*shorter.compressed.values(), *(p for k in keys for p in (k.codes, k.scales))]
+    assert growing and all(rows.length < rows.buffer.shape[0] for rows in growing)
+    assert not any(host(rows.buffer[rows.length :]).any() for rows in growing)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.sets(st.integers(1, 60)))
 def test_ranges_side_by_side_leave_nothing_out(cuts: set[int]) -> None:

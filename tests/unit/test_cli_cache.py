@@ -75,6 +75,8 @@ def test_where_nothing_is_stored_yet(folder: Path, command: str):
         assert result.stdout == f"nothing is stored yet in {folder}\n"
         if folder.exists():
             folder.rmdir()
+    named = ds41(command, "--kv-disk-dir", str(folder))
+    assert named.exit_code == 2 and "is not there" in named.stderr
     folder.write_text("a file")
     result = ds41(command)
     assert result.exit_code == 2 and "cannot be read" in result.stderr

@@ -174,6 +174,9 @@ def test_a_folder_that_the_disk_cache_refuses(
     def found(folder: Path) -> Finding:
         return findings(FakeMachine(), tiny, kv_directory=folder)["disk cache"]
 
+    def forbidden(path: Path, mode: int) -> bool:
+        return False
+
     new = tmp_path / "new" / "folder"
     assert found(new).level == "ok" and not new.parent.exists()
     file = tmp_path / "notes.txt"
@@ -184,7 +187,7 @@ def test_a_folder_that_the_disk_cache_refuses(
         assert "--kv-disk-dir" in refused.todo
     assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
     # As for one who may not write there, which nobody can forbid to root.
-    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("os.access", forbidden)
     assert found(new).seen == f"{tmp_path} cannot be written to"
 
 
