@@ -23,7 +23,7 @@ from mlx_engine.diskcache.layout import Part, Parts, TokenIds
 from mlx_engine.diskcache.policy import PolicyClock
 from mlx_engine.diskcache.reader import Reader, Restored, Unreadable
 from mlx_engine.diskcache.records import Records
-from mlx_engine.diskcache.save import Pin, Save
+from mlx_engine.diskcache.save import Pin, RecentKeys, Save
 from mlx_engine.diskcache.shelf import Fault, Shelf
 from mlx_engine.diskcache.store import START_BYTES, Store
 from mlx_engine.diskcache.writer import Job, Writer
@@ -94,6 +94,7 @@ class DiskCache:
         self._reader = Reader(store.files, folder, root, parts)
         self._pins: weakref.WeakSet[Pin] = weakref.WeakSet()
         self._pins_lock = threading.Lock()
+        self._recent = RecentKeys()  # used under the shelf's lock
         self._committer = Committer(
             self._shelf, parts, root, self._reader, clock, self._pins_in_use
         )
@@ -135,7 +136,7 @@ class DiskCache:
         """The longest stored position whose tokens begin `token_ids` [T], 0 for none."""
         ids = layout.as_token_ids(token_ids)
         with self._shelf.lock:
-            found = self._shelf.index.find(ids, len(ids))
+            found = self._shelf.index.find(ids, len(ids), self._recent.of(ids))
         return found[-1].position if found else 0
 
     def restore(
@@ -206,6 +207,7 @@ class DiskCache:
         pin = Pin(ids, position)
         self._hold(pin)
         with self._shelf.lock:
+            pin.keys.update(self._recent.of(ids))
             path = self._shelf.index.way(ids, position, pin.keys)
         stored = path.parent if path.position == position and not path.uses else None
         if stored is not None and stored.tail_bytes:
@@ -225,6 +227,7 @@ class DiskCache:
         ids = layout.as_token_ids(token_ids).copy()
         pin = Pin(ids, len(ids))
         with self._shelf.lock:
+            pin.keys.update(self._recent.of(ids))
             self._shelf.index.find(ids, len(ids), pin.keys)
         self._hold(pin)
         return pin

@@ -31,6 +31,27 @@ class Rows:
         return cuts
 
 
+class RecentKeys:
+    """The keys of positions in the prompt that was asked for last: the next mostly begins alike.
+
+    Not safe among threads.
+    """
+
+    def __init__(self) -> None:
+        self._ids: TokenIds = np.zeros(0, "<u4")
+        self._keys: dict[int, bytes] = {}
+
+    def of(self, ids: TokenIds) -> dict[int, bytes]:
+        """Those that are known of `ids`, for new ones to be added; it may hold later ones too."""
+        n = min(ids.size, self._ids.size)
+        different = self._ids[:n] != ids[:n]
+        shared = int(different.argmax()) if different.any() else n
+        if shared < ids.size:
+            self._ids = ids.copy()
+            self._keys = {at: key for at, key in self._keys.items() if at <= shared}
+        return self._keys
+
+
 class Pin:
     """Keeps the stored prefixes of a prompt from eviction until it is let go or forgotten."""
 

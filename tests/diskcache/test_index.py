@@ -18,6 +18,7 @@ from mlx_engine.diskcache.layout import (
     TokenIds,
     Use,
 )
+from mlx_engine.diskcache.save import RecentKeys
 from tests.diskcache.content import tokens
 
 ROOT = bytes(range(32))
@@ -206,3 +207,39 @@ def test_ways_start_at_every_joint_of_the_block() -> None:
     ways, block_key = index.ways(TRUNK, 3000)
     assert [path.position for path in ways] == [2048, 2058]
     assert block_key == key_of(TRUNK, 2048)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, len(SEQUENCES) - 1), st.integers(0, 5000)), max_size=8))
+def test_recent_keys_are_those_of_the_tokens(asked: list[tuple[int, int]]) -> None:
+    index, recent = Index(ROOT), RecentKeys()
+    for ids in SEQUENCES:
+        for position in POSITIONS:
+            file = anchor_file(index, ids, position)
+            if file.key not in index.anchors:
+                index.add(file, 1, 1.0)
+    for number, length in asked:
+        ids = SEQUENCES[number][:length].copy()
+        assert index.find(ids, length, recent.of(ids)) == index.find(ids, length)
+        known = recent.of(ids)
+        assert all(key == key_of(ids, at) for at, key in known.items() if at <= length)
+        ids[:] = 0  # what was asked with may change
+
+
+def test_what_two_prompts_share_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, recent, hashed = Index(ROOT), RecentKeys(), list[int]()
+    index.add(anchor_file(index, TRUNK, 4096), 1, 1.0)
+    after = PrefixKeys.after
+
+    def counted(keys: PrefixKeys, ids: TokenIds) -> bytes:
+        hashed.append(len(ids))
+        return after(keys, ids)
+
+    monkeypatch.setattr(PrefixKeys, "after", counted)
+    assert [anchor.position for anchor in index.find(TRUNK, 4500, recent.of(TRUNK[:4500]))] == [
+        4096
+    ]
+    assert sum(hashed) == 4096
+    for ids in (TRUNK, TRUNK[:4096]):
+        assert len(index.find(ids, len(ids), recent.of(ids))) == 1
+    assert sum(hashed) == 4096
