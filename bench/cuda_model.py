@@ -16,6 +16,7 @@ import numpy as np
 
 from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import parse_config
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram import EngramHash, EngramReader, primes_from
 from mlx_engine.engram_table import TableLocation
 from mlx_engine.model import Model
@@ -83,7 +84,7 @@ def random_array(name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array
     return (mx.random.normal(shape) * spread).astype(dtype)
 
 
-def make_engram(config: ModelConfig, path: Path) -> EngramReader:
+def make_engram(config: ModelConfig, path: Path, devices: Devices = ONE) -> EngramReader:
     """The product's reader on a table of random rows, which is written to `path`.
 
     All rows become hot in the first prompt, so that no later chunk waits for reads: with two tables
@@ -101,4 +102,5 @@ def make_engram(config: ModelConfig, path: Path) -> EngramReader:
         EngramHash(tokens, engram, config.image_token_id),
         [TableLocation(path, 0, codes_bytes, rows, engram.head_dim)],
         cache_bytes=1 << 26,
+        devices=devices,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
+from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
 from mlx_engine.cli.kv_disk import SPACE
 from mlx_engine.cli.loaded import loaded_engine
 from mlx_engine.cli.options import (
@@ -36,6 +37,7 @@ from mlx_engine.cli.ps import SERVER
 from mlx_engine.cli.signals import Signals
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest, EngineError
+from mlx_engine.ranks import STALL_S
 
 if TYPE_CHECKING:
     from mlx_engine.prompt import Message
@@ -89,6 +91,9 @@ def chat_command(
     dtype: DtypeOption = "bfloat16",
     kv_disk_dir: DiskDirOption = None,
     kv_disk_space: DiskSpaceOption = SPACE,
+    devices: DevicesOption = 1,
+    hosts: HostsOption = None,
+    stall_timeout: StallOption = STALL_S,
 ) -> None:
     """Talk with the model in the terminal.
 
@@ -138,13 +143,15 @@ def chat_command(
                     dtype=dtype,
                     kv_disk_dir=kv_disk_dir,
                     kv_disk_space=kv_disk_space,
+                    spread=Spread.of(devices, hosts, stall_timeout),
                 )
             )
         Chat(engine, request, terminal, signals).run()
 
 
 def _refuse_local_options(context: typer.Context) -> None:
-    for name in ("model", "ctx", "dtype", "kv_disk_dir", "kv_disk_space"):
+    names = ("model", "ctx", "dtype", "kv_disk_dir", "kv_disk_space")
+    for name in (*names, "devices", "hosts", "stall_timeout"):
         source = context.get_parameter_source(name)
         # A model that the environment names is for other commands.
         if source is not None and source.name == "COMMANDLINE":

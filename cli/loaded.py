@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_engine.cli.devices import Spread
 from mlx_engine.cli.folders import cache_directory, model_directory
 from mlx_engine.cli.kv_disk import kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.signals import Signals
@@ -29,6 +30,7 @@ def loaded_engine(
     kv_disk_dir: str | None,
     kv_disk_space: str,
     prefill: "Prefill" = "short",
+    spread: Spread,
 ) -> "Generator[Engine]":
     """Load the model that the options name, once a request is found right for it.
 
@@ -46,12 +48,14 @@ def loaded_engine(
             disk_cache = stack.enter_context(
                 kv_disk(opened, dtype, kv_folder, kv_space_bytes, signals.numbers)
             )
+            lead = stack.enter_context(spread.lead(opened, dtype, prefill))
             engine = opened.load(
                 dtype,
                 prefill=prefill,
                 disk_cache=disk_cache,
                 cache_dir=cache_directory(),
                 on_progress=on_progress,
+                lead=lead,
             )
         terminal.fast_paths(engine.fast_paths)
         yield stack.enter_context(engine)

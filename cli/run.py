@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
 from mlx_engine.cli.kv_disk import SPACE
 from mlx_engine.cli.loaded import loaded_engine
 from mlx_engine.cli.options import (
@@ -32,6 +33,7 @@ from mlx_engine.cli.options import (
 from mlx_engine.cli.signals import Signals
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest
+from mlx_engine.ranks import STALL_S
 
 if TYPE_CHECKING:
     from mlx_engine.respond import End
@@ -76,6 +78,9 @@ def run_command(
         ),
     ] = "none",
     kv_disk_space: DiskSpaceOption = SPACE,
+    devices: DevicesOption = 1,
+    hosts: HostsOption = None,
+    stall_timeout: StallOption = STALL_S,
 ) -> None:
     """Answer a prompt: text to stdout, reasoning, progress and statistics to stderr."""
     from mlx_engine.respond import Request
@@ -105,6 +110,7 @@ def run_command(
             kv_disk_dir=kv_disk_dir,
             kv_disk_space=kv_disk_space,
             prefill=prefill,
+            spread=Spread.of(devices, hosts, stall_timeout),
         ) as engine,
     ):
         signals.are_awaited = True

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
 from mlx_engine.cli.folders import cache_directory, model_directory
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.options import (
@@ -22,6 +23,7 @@ from mlx_engine.cli.options import (
     ModelOption,
 )
 from mlx_engine.errors import BadRequest
+from mlx_engine.ranks import STALL_S
 
 if TYPE_CHECKING:
     from mlx_engine.engine import Engine
@@ -63,6 +65,9 @@ def serve_command(
     dtype: DtypeOption = "bfloat16",
     kv_disk_dir: DiskDirOption = None,
     kv_disk_space: DiskSpaceOption = SPACE,
+    devices: DevicesOption = 1,
+    hosts: HostsOption = None,
+    stall_timeout: StallOption = STALL_S,
     is_quiet: Annotated[
         bool, typer.Option("--quiet", help="Log only what went wrong, and not each request.")
     ] = False,
@@ -132,6 +137,7 @@ def serve_command(
         host_names=frozenset({host}) if is_loopback(host) else None,
         origins=origins(allow_origin or ()),
     )
+    spread = Spread.of(devices, hosts, stall_timeout)
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     opened = open_model(model_directory(model), context_tokens=ctx)
     listener = listen(host, port)
@@ -140,11 +146,13 @@ def serve_command(
     def load(on_progress: Callable[[int, int], None]) -> "Generator[Engine]":
         with (
             kv_disk(opened, dtype, kv_folder, kv_space_bytes) as disk_cache,
+            spread.lead(opened, dtype) as lead,
             opened.load(
                 dtype,
                 disk_cache=disk_cache,
                 cache_dir=cache_directory(),
                 on_progress=on_progress,
+                lead=lead,
             ) as engine,
         ):
             yield engine
@@ -161,19 +169,28 @@ def serve_command(
     app = create_app(service, access)
     serving = Serving(app, worker, listener)
     logging.getLogger("mlx_engine").setLevel(logging.WARNING if is_quiet else logging.INFO)
-    _greet(opened, address_of(listener), service.model_id, has_key=api_key is not None)
+    _greet(
+        opened,
+        address_of(listener),
+        service.model_id,
+        devices=spread.count,
+        has_key=api_key is not None,
+    )
     serving.run()
     _say("stopped")
 
 
-def _greet(opened: "OpenModel", address: str, model_id: str, *, has_key: bool) -> None:
+def _greet(
+    opened: "OpenModel", address: str, model_id: str, *, devices: int, has_key: bool
+) -> None:
     """Say what is served and where, and what Claude Code has to know."""
     from mlx_engine import memory
     from mlx_engine.server.claude_code import environment, shell_lines
 
-    needed = memory.needs(opened.config, opened.context_tokens)
+    needed = memory.needs(opened.config, opened.context_tokens, devices=devices)
     _say(f"{opened.checkpoint.directory} as {model_id}, loading")
-    _say(memory.describe(needed, opened.context_tokens))
+    each = f"each of {devices} devices: " if devices > 1 else ""
+    _say(each + memory.describe(needed, opened.context_tokens))
     _say(f"listening at {address}, which shows a browser what runs")
     _say(f"for Claude Code: ds41 launch claude --url {address}, or")
     token = "YOUR_API_KEY" if has_key else model_id

@@ -1,53 +1,40 @@
 """A checkpoint directory -> Weights, as released.
 
-Checks every name, dtype and shape before any data is read, then reads the shards in parallel
-straight into the arrays that the model computes with: nothing is converted, widened or held twice.
-Where tensors lie is shards' part, what a session needs of memory is memory's.
+Checks every name, dtype and shape before any data is read, and says which tensor goes where in the
+model: nothing is converted, widened or held twice. Where tensors lie is shards' part, reading them
+tensor_reader's, what a session needs of memory is memory's.
 """
 
-import os
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_engine import memory
 from mlx_engine.config import ModelConfig
 from mlx_engine.config_file import load_config
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram_table import TableLocation
 from mlx_engine.errors import ModelFileError
-from mlx_engine.inventory import Owner, is_nan, tensor_specs
+from mlx_engine.inventory import Owner, tensor_specs
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
 from mlx_engine.shards import Listing, TensorLocation, list_tensors, some
+from mlx_engine.tensor_reader import Progress, TensorReader
 from mlx_engine.weights import (
     AttentionWeights,
     CompressorWeights,
     EngramWeights,
     FfnWeights,
-    Fp4,
-    Fp8,
     IndexerWeights,
     LayerWeights,
     MhcWeights,
     Weights,
 )
 
-Progress = Callable[[int, int], None]
-
 # Parts of the model that a configuration may leave out while the files still hold them. Engram is
 # none of them: without its configuration the text model would compute something else.
 _OPTIONAL_PARTS = {Owner.VISION: ("vision.", "aligner.", "image_"), Owner.DRAFTS: ("mtp.",)}
-
-# Large enough for an SSD's full rate, small enough that progress and Ctrl-C stay smooth.
-_CHUNK_BYTES = 8 * 2**20
-_READERS = 8
-_MAX_PENDING_READS = 4 * _READERS
 
 
 @dataclass(frozen=True)
@@ -58,15 +45,16 @@ class Checkpoint:
     config: ModelConfig
     locations: Mapping[str, TensorLocation]
 
-    def read_weights(self, on_progress: Progress | None = None) -> Weights:
+    def read_weights(self, on_progress: Progress | None = None, devices: Devices = ONE) -> Weights:
         """Read the text model's weights; `on_progress` is told bytes read and bytes in all.
 
-        BF16 and F32 keep their types, whatever the activations are. Holds no more than the weights
-        themselves at any time. Raises ModelFileError for a failed read and for a code that is no
+        BF16 and F32 keep their types, whatever the activations are. One of several devices keeps
+        its share alone. Holds no more than the weights themselves at any time, and a few chunks of
+        what is shared by columns. Raises ModelFileError for a failed read and for a code that is no
         number.
         """
-        total_bytes = memory.resident_bytes(self.config)
-        with _Reader(self.locations, total_bytes, on_progress) as read:
+        specs = list(memory.resident_specs(self.config))
+        with TensorReader(specs, self.locations, on_progress, devices) as read:
             weights = Weights(
                 embed=read.tensor("embed.weight"),
                 head=read.tensor("head.weight"),
@@ -118,6 +106,7 @@ def load_weights(
     session_bytes: int | None = None,
     machine: memory.MachineMemory | None = None,
     set_wired_limit: Callable[[int], object] = mx.set_wired_limit,
+    devices: Devices = ONE,
 ) -> Weights:
     """Make sure that the model fits, raise the wired limit, and only then read the weights.
 
@@ -126,9 +115,11 @@ def load_weights(
     when the memory is too small, ModelFileError as `Checkpoint.read_weights`.
     """
     machine = machine or memory.machine_memory()
-    memory.require_memory(checkpoint.config, context_tokens, machine, chunk_tokens, session_bytes)
+    memory.require_memory(
+        checkpoint.config, context_tokens, machine, chunk_tokens, session_bytes, devices.count
+    )
     memory.raise_wired_limit(machine, set_wired_limit)
-    return checkpoint.read_weights(on_progress)
+    return checkpoint.read_weights(on_progress, devices)
 
 
 def find_problems(config: ModelConfig, listing: Listing) -> list[str]:
@@ -179,138 +170,7 @@ def _count(names: list[str]) -> str:
     return f"{len(names):,} tensor{'s are' if len(names) != 1 else ' is'}"
 
 
-class _Reader:
-    """Fills arrays from the files with a few threads, while the caller lays out the next ones.
-
-    The arrays are handed out before their data has arrived: nobody may evaluate them before
-    `finish`, which raises what a read raised. Only the caller's thread touches MLX.
-    """
-
-    def __init__(
-        self,
-        locations: Mapping[str, TensorLocation],
-        total_bytes: int,
-        on_progress: Progress | None,
-    ) -> None:
-        self._locations = locations
-        self._total_bytes = total_bytes
-        self._on_progress = on_progress
-        self._done_bytes = 0
-        self._files: dict[Path, int] = {}
-        self._pending: deque[Future[int]] = deque()
-        self._arrays: list[mx.array] = []
-        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="ds41-read")
-
-    def __enter__(self) -> "_Reader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        for file in self._files.values():
-            os.close(file)
-
-    def tensor(self, name: str) -> mx.array:
-        """A BF16 or F32 tensor in its own type and shape."""
-        at = self._locations[name]
-        if at.dtype == "F32":
-            return self._fill([name], at.shape, mx.float32)
-        # Python's buffers have no bf16, so it is filled as words and viewed when they are there.
-        array = self._fill([name], at.shape, mx.uint16).view(mx.bfloat16)
-        self._arrays.append(array)
-        return array
-
-    def fp8(self, name: str, groups: int | None = None) -> Fp8:
-        """A dense weight with its tile scales, its rows split into groups where it has them."""
-        arrays: list[mx.array] = []
-        for part in ("weight", "scale"):
-            N, K = self._locations[f"{name}.{part}"].shape
-            split = (N,) if groups is None else (groups, N // groups)
-            is_codes = part == "weight"
-            shape = (*split, K // 4 if is_codes else K)
-            dtype = mx.uint32 if is_codes else mx.uint8
-            arrays.append(self._fill([f"{name}.{part}"], shape, dtype))
-        return Fp8(*arrays)
-
-    def experts(self, prefix: str, n_experts: int, matrix: str) -> Fp4:
-        """One matrix of all experts of a layer, stacked."""
-        arrays: list[mx.array] = []
-        for part in ("weight", "scale"):
-            names = [f"{prefix}.{expert}.{matrix}.{part}" for expert in range(n_experts)]
-            N, K_bytes = self._locations[names[0]].shape
-            is_codes = part == "weight"
-            shape = (n_experts, N, K_bytes // 4 if is_codes else K_bytes)
-            arrays.append(self._fill(names, shape, mx.uint32 if is_codes else mx.uint8))
-        return Fp4(*arrays)
-
-    def finish(self) -> None:
-        """Wait until every array handed out holds its data."""
-        while self._pending:
-            self._wait_for_oldest()
-        mx.eval(self._arrays)  # pyright: ignore[reportUnknownMemberType]
-
-    def _fill(self, names: list[str], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """An array of this shape into which the tensors are being read, one after the other."""
-        array = mx.zeros(shape, dtype)
-        mx.eval(array)  # pyright: ignore[reportUnknownMemberType]
-        # Reading into the array's own memory spares a second copy of up to 2 GB.
-        buffer = memoryview(cast("Any", array)).cast("B")
-        assert buffer.nbytes == sum(self._locations[name].n_bytes for name in names)
-        start = 0
-        for name in names:
-            end = start + self._locations[name].n_bytes
-            self._read_later(name, buffer[start:end])
-            start = end
-        return array
-
-    def _read_later(self, name: str, buffer: memoryview) -> None:
-        at = self._locations[name]
-        if at.path not in self._files:
-            try:
-                self._files[at.path] = os.open(at.path, os.O_RDONLY)
-            except OSError as error:
-                raise ModelFileError(
-                    f"{at.path} cannot be opened: {error.strerror}; check the disk"
-                ) from None
-        for start in range(0, at.n_bytes, _CHUNK_BYTES):
-            if len(self._pending) == _MAX_PENDING_READS:
-                self._wait_for_oldest()
-            chunk = buffer[start : start + _CHUNK_BYTES]
-            file, offset = self._files[at.path], at.offset + start
-            self._pending.append(self._pool.submit(_read_chunk, file, name, at, offset, chunk))
-
-    def _wait_for_oldest(self) -> None:
-        self._done_bytes += self._pending.popleft().result()
-        if self._on_progress is not None:
-            self._on_progress(self._done_bytes, self._total_bytes)
-
-
-def _read_chunk(file: int, name: str, at: TensorLocation, offset: int, buffer: memoryview) -> int:
-    """Fill `buffer` with a tensor's bytes from `offset` of the file on; return their number."""
-    done = 0
-    while done < buffer.nbytes:
-        try:
-            n_bytes = os.preadv(file, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise ModelFileError(
-                f"{at.path} cannot be read at byte {offset + done:,}: {error.strerror}; "
-                "check the disk"
-            ) from None
-        if n_bytes == 0:
-            raise ModelFileError(
-                f"{at.path} ends at byte {offset + done:,}, within {name}; fetch it again"
-            )
-        done += n_bytes
-    if at.dtype.startswith("F8") and is_nan(np.frombuffer(buffer, np.uint8), at.dtype).any():
-        raise ModelFileError(f"{name} in {at.path} has a code that is no number; fetch it again")
-    return done
-
-
-def _layer(read: _Reader, config: ModelConfig, plan: LayerPlan) -> LayerWeights:
+def _layer(read: TensorReader, config: ModelConfig, plan: LayerPlan) -> LayerWeights:
     name = f"layers.{plan.layer}"
     return LayerWeights(
         attn_norm=read.tensor(f"{name}.attn_norm.weight"),
@@ -323,7 +183,7 @@ def _layer(read: _Reader, config: ModelConfig, plan: LayerPlan) -> LayerWeights:
     )
 
 
-def _mhc(read: _Reader, name: str) -> MhcWeights:
+def _mhc(read: TensorReader, name: str) -> MhcWeights:
     return MhcWeights(
         fn=read.tensor(f"{name}_fn"),
         base=read.tensor(f"{name}_base"),
@@ -331,7 +191,9 @@ def _mhc(read: _Reader, name: str) -> MhcWeights:
     )
 
 
-def _attention(read: _Reader, config: ModelConfig, plan: LayerPlan, name: str) -> AttentionWeights:
+def _attention(
+    read: TensorReader, config: ModelConfig, plan: LayerPlan, name: str
+) -> AttentionWeights:
     is_indexer = plan.kind in (LayerKind.FULL, LayerKind.REINDEX)
     return AttentionWeights(
         attn_sink=read.tensor(f"{name}.attn_sink"),
@@ -347,7 +209,7 @@ def _attention(read: _Reader, config: ModelConfig, plan: LayerPlan, name: str) -
     )
 
 
-def _compressor(read: _Reader, plan: LayerPlan, name: str) -> CompressorWeights:
+def _compressor(read: TensorReader, plan: LayerPlan, name: str) -> CompressorWeights:
     return CompressorWeights(
         wkv=read.tensor(f"{name}.compressor.wkv.weight"),
         wgate=read.tensor(f"{name}.compressor.wgate.weight") if plan.ratio > 1 else None,
@@ -355,7 +217,7 @@ def _compressor(read: _Reader, plan: LayerPlan, name: str) -> CompressorWeights:
     )
 
 
-def _indexer(read: _Reader, plan: LayerPlan, name: str) -> IndexerWeights:
+def _indexer(read: TensorReader, plan: LayerPlan, name: str) -> IndexerWeights:
     makes_keys = plan.kind is LayerKind.FULL
     return IndexerWeights(
         wq_b=read.fp8(f"{name}.indexer.wq_b"),
@@ -365,7 +227,7 @@ def _indexer(read: _Reader, plan: LayerPlan, name: str) -> IndexerWeights:
     )
 
 
-def _ffn(read: _Reader, config: ModelConfig, name: str) -> FfnWeights:
+def _ffn(read: TensorReader, config: ModelConfig, name: str) -> FfnWeights:
     E = config.n_routed_experts
     return FfnWeights(
         gate_weight=read.tensor(f"{name}.gate.weight"),
@@ -379,7 +241,7 @@ def _ffn(read: _Reader, config: ModelConfig, name: str) -> FfnWeights:
     )
 
 
-def _engram(read: _Reader, name: str) -> EngramWeights:
+def _engram(read: TensorReader, name: str) -> EngramWeights:
     return EngramWeights(
         wkv=read.fp8(f"{name}.wkv"),
         q_weight=read.tensor(f"{name}.q_weight"),

@@ -184,7 +184,7 @@ class Decoder:
             streams, pre, place, *memory = inputs
             chunk = _Step(model.config, counts.position + 1, place)
             given = _given(counts, chunk, arrays, lower)
-            rows = _unpacked(memory, model.config)
+            rows = _unpacked(memory, model)
             entered = model.enter(lower, streams, pre, chunk, rows)
             for layer in range(lower, top + 1):
                 model.publish(layer, entered.x, chunk, given)
@@ -351,10 +351,11 @@ def _packed(rows: EngramRows | None, config: ModelConfig) -> Arrays:
     return [mx.array(packed)]
 
 
-def _unpacked(memory: Arrays, config: ModelConfig) -> EngramRows | None:
+def _unpacked(memory: Arrays, model: Model) -> EngramRows | None:
+    config = model.config
     if config.engram is None:
         return None
-    columns, first = config.engram.columns, 0
+    columns, first = config.engram.columns // model.devices.count, 0
     pairs: dict[int, list[mx.array]] = {}
     for layer in config.engram.layer_ids:
         pairs[layer] = []

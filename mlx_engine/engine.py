@@ -5,11 +5,11 @@ array of the device. Any thread may call, one at a time; a second call at once i
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,8 @@ from mlx_engine.diskcache.cache import CacheStats
 from mlx_engine.engram import EngramReader
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.full_logits import full_logits
+from mlx_engine.lead import Lead
 from mlx_engine.live import Stats
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
@@ -29,7 +31,7 @@ from mlx_engine.progress import Prefilled, Waiting
 from mlx_engine.respond import Event, Request, Steps, respond
 from mlx_engine.sampling import Sampler, Sampling, score
 from mlx_engine.saving import Cache
-from mlx_engine.session import CHUNK_TOKENS, Prefill, Session, full_logits
+from mlx_engine.session import CHUNK_TOKENS, Prefill, Session
 from mlx_engine.sessions import Sessions
 from mlx_engine.token_ids import as_int64, check_tokens
 from mlx_engine.tokenizer import Tokenizer
@@ -60,6 +62,7 @@ class Engine:
         prefill: Prefill = "short",
         chunk_tokens: int = CHUNK_TOKENS,
         disk_cache: DiskCache | None = None,
+        lead: Lead | None = None,
     ) -> None:
         self.directory = directory
         self.tokenizer = tokenizer
@@ -68,6 +71,7 @@ class Engine:
         self._engram = engram
         self._chunk_tokens = chunk_tokens
         self._disk_cache = disk_cache
+        self._lead = lead
         self._sessions = Sessions(
             model,
             engram,
@@ -76,6 +80,7 @@ class Engine:
             prefill=prefill,
             chunk_tokens=chunk_tokens,
             cache=disk_cache,
+            session_type=Session if lead is None else lead.session,
         )
         self.turns = TurnRecord(disk_cache)
         self._work = Lock()
@@ -126,8 +131,9 @@ class Engine:
         wanted = np.arange(T) if positions is None else as_int64("positions", positions)
         if wanted.size and not (0 <= wanted.min() and wanted.max() < T):
             raise BadRequest(f"positions must be from 0 to {T - 1}, the prompt's last token")
-        with self._alone():
-            return full_logits(self._model, self._engram, token_ids, wanted, self._chunk_tokens)
+        given = token_ids, wanted, self._chunk_tokens
+        with self._alone(), nullcontext() if self._lead is None else self._lead.logits(*given):
+            return full_logits(self._model, self._engram, *given)
 
     def generate(
         self,
@@ -182,7 +188,7 @@ class Engine:
                 with self._alone():
                     if n:
                         logits = self._sessions.step(session, token_id)
-                    token_id = self._draw(session, logits, sampler)
+                    token_id = session.draw(sampler.next())
                     drawn = token_id if logprobs is None else score(logits, token_id, logprobs)
                 if token_id == self.config.eos_token_id and not ignore_eos:
                     return "stop"
@@ -210,18 +216,6 @@ class Engine:
                 f"the logits are no numbers, so weights of {self.directory} are damaged: "
                 "delete its shards and fetch them again"
             )
-
-    def _draw(self, session: Session, logits: mx.array, sampler: Sampler) -> int:
-        try:
-            token = sampler(logits)
-            mx.async_eval(token)
-            session.begin_step(token)
-            # The id must reach the host each step: the next Engram rows depend on it.
-            return cast(int, token.item())
-        except BaseException:
-            # The device may have failed after the step was handed to it.
-            session.rewind(session.position)
-            raise
 
     def _end_turn(self, session: Session) -> None:
         """Keep the end of an answer, unless another call is at work."""

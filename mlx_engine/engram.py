@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_engine.config import EngramConfig
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram_table import EngramStats, EngramTable, TableLocation
 from mlx_engine.errors import BadRequest, ModelFileError
 from mlx_engine.token_ids import TokenIds
@@ -162,7 +163,7 @@ class EngramRows:
     def result(self, layer: int) -> Rows:
         """Wait for a layer's rows: codes [T, columns, head_dim], scales [T, columns, head_dim/32].
 
-        Raises ModelFileError when the table could not be read.
+        The columns are this device's. Raises ModelFileError when the table could not be read.
         """
         return self._reads[layer].result()
 
@@ -172,7 +173,8 @@ class EngramReader:
 
     `locations` are in the order of the hash's layers, `cache_bytes` bounds the hot rows of all
     tables together, `n_readers` is how many reads are in flight at once: an SSD answers one no
-    sooner than many. Raises ModelFileError when a table is not the configuration's.
+    sooner than many. One of several devices reads its share of the columns alone. Raises
+    ModelFileError when a table is not the configuration's.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class EngramReader:
         *,
         cache_bytes: int,
         n_readers: int = 32,
+        devices: Devices = ONE,
     ) -> None:
         for layer, expected, location in zip(
             engram_hash.layer_ids, engram_hash.num_embeddings, locations, strict=True
@@ -192,6 +195,7 @@ class EngramReader:
                     f"the configuration says {expected}: fetch both from the same checkpoint"
                 )
         self.hash = engram_hash
+        self._columns = devices.share(engram_hash.columns)
         self._readers = ThreadPoolExecutor(n_readers, "engram-read")
         self._prefetches = ThreadPoolExecutor(_PREFETCHES, "engram-prefetch")
         self._tables: dict[int, EngramTable] = {}
@@ -215,7 +219,8 @@ class EngramReader:
         for layer, rows in zip(
             self.hash.layer_ids, self.hash.rows(token_ids, history), strict=True
         ):
-            before = self._prefetches.submit(self._read, layer, rows, before)
+            own = rows[:, self._columns]
+            before = self._prefetches.submit(self._read, layer, own, before)
             reads[layer] = before
         return EngramRows(reads)
 

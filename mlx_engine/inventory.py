@@ -41,23 +41,35 @@ RESIDENT = frozenset({Owner.ENCODER, Owner.DECODER, Owner.EMBED, Owner.HEAD, Own
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor as the files name it; `dtype` is the safetensors name."""
+    """One tensor as the files name it; `dtype` is the safetensors name.
+
+    `axis`: along which several devices share it out; None where each of them has all of it.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     owner: Owner
+    axis: int | None = None
 
     @property
     def n_bytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def held_bytes(self, count: int) -> int:
+        """What one of `count` devices keeps of it."""
+        return self.n_bytes if self.axis is None else self.n_bytes // count
+
+    def read_bytes(self, count: int) -> int:
+        """What one of `count` devices reads of it: all where its share is a piece of every row."""
+        return self.n_bytes // count if self.axis == 0 else self.n_bytes
 
 
 def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
     """Yield every tensor of the checkpoint, layer by layer."""
     D, V = config.hidden_size, config.vocab_size
     yield TensorSpec("embed.weight", "BF16", (V, D), Owner.EMBED)
-    yield TensorSpec("head.weight", "BF16", (V, D), Owner.HEAD)
+    yield TensorSpec("head.weight", "BF16", (V, D), Owner.HEAD, axis=0)
     yield TensorSpec("norm.weight", "BF16", (D,), Owner.HEAD)
     for plan in layer_plan(config):
         yield from _layer(config, plan)
@@ -69,15 +81,17 @@ def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
         yield from _vision(config, config.vision)
 
 
-def _fp8(name: str, out_dim: int, in_dim: int, owner: Owner) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{name}.weight", "F8_E4M3", (out_dim, in_dim), owner)
+def _fp8(
+    name: str, out_dim: int, in_dim: int, owner: Owner, axis: int | None = None
+) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{name}.weight", "F8_E4M3", (out_dim, in_dim), owner, axis)
     tiles = (-(-out_dim // TILE), -(-in_dim // TILE))
-    yield TensorSpec(f"{name}.scale", "F8_E8M0", tiles, owner)
+    yield TensorSpec(f"{name}.scale", "F8_E8M0", tiles, owner, axis)
 
 
-def _fp4(name: str, out_dim: int, in_dim: int, owner: Owner) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{name}.weight", "I8", (out_dim, in_dim // 2), owner)
-    yield TensorSpec(f"{name}.scale", "F8_E8M0", (out_dim, in_dim // TILE), owner)
+def _fp4(name: str, out_dim: int, in_dim: int, owner: Owner, axis: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{name}.weight", "I8", (out_dim, in_dim // 2), owner, axis)
+    yield TensorSpec(f"{name}.scale", "F8_E8M0", (out_dim, in_dim // TILE), owner, axis)
 
 
 def _layer(config: ModelConfig, plan: LayerPlan) -> Iterator[TensorSpec]:
@@ -108,7 +122,10 @@ def _layer(config: ModelConfig, plan: LayerPlan) -> Iterator[TensorSpec]:
 def _block(
     config: ModelConfig, prefix: str, owner: Owner, n_routed_experts: int
 ) -> Iterator[TensorSpec]:
-    """What every layer and every draft stage has."""
+    """What every layer and every draft stage has.
+
+    Devices share heads, in whole output groups, and the width of every expert.
+    """
     D, H, I_D = config.hidden_size, config.num_attention_heads, config.moe_intermediate_size
     mix = (2 + config.hc_mult) * config.hc_mult
     for part in ("attn", "ffn"):
@@ -118,24 +135,24 @@ def _block(
         yield TensorSpec(f"{prefix}.hc_{part}_scale", "F32", (3,), owner)
     attn, ffn = f"{prefix}.attn", f"{prefix}.ffn"
     heads_width, o_width = H * config.head_dim, config.o_groups * config.o_lora_rank
-    yield TensorSpec(f"{attn}.attn_sink", "F32", (H,), owner)
+    yield TensorSpec(f"{attn}.attn_sink", "F32", (H,), owner, axis=0)
     yield from _fp8(f"{attn}.wq_a", config.q_lora_rank, D, owner)
     yield TensorSpec(f"{attn}.q_norm.weight", "BF16", (config.q_lora_rank,), owner)
-    yield from _fp8(f"{attn}.wq_b", heads_width, config.q_lora_rank, owner)
+    yield from _fp8(f"{attn}.wq_b", heads_width, config.q_lora_rank, owner, axis=0)
     yield from _fp8(f"{attn}.wkv", config.head_dim, D, owner)
     yield TensorSpec(f"{attn}.kv_norm.weight", "BF16", (config.head_dim,), owner)
-    yield from _fp8(f"{attn}.wo_a", o_width, heads_width // config.o_groups, owner)
-    yield from _fp8(f"{attn}.wo_b", D, o_width, owner)
+    yield from _fp8(f"{attn}.wo_a", o_width, heads_width // config.o_groups, owner, axis=0)
+    yield from _fp8(f"{attn}.wo_b", D, o_width, owner, axis=1)
     yield TensorSpec(f"{ffn}.gate.weight", "BF16", (n_routed_experts, D), owner)
     yield TensorSpec(f"{ffn}.gate.bias", "F32", (n_routed_experts,), owner)
     yield TensorSpec(f"{ffn}.gate.bias_vl", "F32", (n_routed_experts,), owner)
     for expert in range(n_routed_experts):
-        yield from _fp4(f"{ffn}.experts.{expert}.w1", I_D, D, owner)
-        yield from _fp4(f"{ffn}.experts.{expert}.w3", I_D, D, owner)
-        yield from _fp4(f"{ffn}.experts.{expert}.w2", D, I_D, owner)
-    yield from _fp8(f"{ffn}.shared_experts.w1", I_D, D, owner)
-    yield from _fp8(f"{ffn}.shared_experts.w3", I_D, D, owner)
-    yield from _fp8(f"{ffn}.shared_experts.w2", D, I_D, owner)
+        yield from _fp4(f"{ffn}.experts.{expert}.w1", I_D, D, owner, axis=0)
+        yield from _fp4(f"{ffn}.experts.{expert}.w3", I_D, D, owner, axis=0)
+        yield from _fp4(f"{ffn}.experts.{expert}.w2", D, I_D, owner, axis=1)
+    yield from _fp8(f"{ffn}.shared_experts.w1", I_D, D, owner, axis=0)
+    yield from _fp8(f"{ffn}.shared_experts.w3", I_D, D, owner, axis=0)
+    yield from _fp8(f"{ffn}.shared_experts.w2", D, I_D, owner, axis=1)
 
 
 def _engram(
@@ -147,7 +164,7 @@ def _engram(
     yield TensorSpec(f"{prefix}.embed.weight", "F8_E4M3", (rows, engram.head_dim), tables)
     yield TensorSpec(f"{prefix}.embed.scale", "F8_E8M0", (rows, engram.head_dim // TILE), tables)
     width = engram.columns * engram.head_dim
-    yield from _fp8(f"{prefix}.wkv", (hc + 1) * D, width, Owner.ENGRAM)
+    yield from _fp8(f"{prefix}.wkv", (hc + 1) * D, width, Owner.ENGRAM, axis=1)
     yield TensorSpec(f"{prefix}.q_weight", "BF16", (hc, D), Owner.ENGRAM)
     yield TensorSpec(f"{prefix}.k_weight", "BF16", (hc, D), Owner.ENGRAM)
 

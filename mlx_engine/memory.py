@@ -5,7 +5,6 @@ and Metal's wired limit is raised. Allocates nothing; the sizes that bound what 
 here. Section numbers refer to docs/model.md.
 """
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import mlx.core as mx
 from mlx_engine.config import TILE, ModelConfig
 from mlx_engine.errors import DeviceError
 from mlx_engine.formats import COMPRESSED, INDEX, WINDOW
+from mlx_engine.host_memory import host_memory
 from mlx_engine.inventory import RESIDENT, Owner, TensorSpec, tensor_specs
 
 # Tokens of a prompt that pass the layers at once. Large enough that an expert's weights serve many
@@ -90,14 +90,19 @@ def resident_specs(config: ModelConfig) -> Iterator[TensorSpec]:
             yield spec
 
 
-def resident_bytes(config: ModelConfig) -> int:
-    """The weights in memory, as released."""
-    return sum(spec.n_bytes for spec in resident_specs(config))
+def resident_bytes(config: ModelConfig, devices: int = 1) -> int:
+    """The weights in the memory of one of so many devices, as released."""
+    return sum(spec.held_bytes(devices) for spec in resident_specs(config))
 
 
-def kept_bytes(config: ModelConfig) -> int:
+def read_bytes(config: ModelConfig, devices: int) -> int:
+    """What one of so many devices reads of the files to have its weights."""
+    return sum(spec.read_bytes(devices) for spec in resident_specs(config))
+
+
+def kept_bytes(config: ModelConfig, devices: int = 1) -> int:
     """What stays beside the weights: `Fp8.row_scale` of each, and the hot rows of Engram."""
-    row_scales = sum(_dense_values(config)) // TILE
+    row_scales = sum(_dense_values(config, devices)) // TILE
     tables = sum(s.n_bytes for s in tensor_specs(config) if s.owner is Owner.ENGRAM_TABLES)
     # A hot row and its place take less than two rows of the table.
     return row_scales + min(ENGRAM_CACHE_BYTES, 2 * tables)
@@ -158,7 +163,7 @@ def default_session_bytes(config: ModelConfig, context_tokens: int) -> int:
 
 
 def activation_bytes(
-    config: ModelConfig, context_tokens: int, chunk_tokens: int = CHUNK_TOKENS
+    config: ModelConfig, context_tokens: int, chunk_tokens: int = CHUNK_TOKENS, devices: int = 1
 ) -> int:
     """A bound on what a prefill holds at once beside weights and state, all of it counted as f32.
 
@@ -166,7 +171,7 @@ def activation_bytes(
     half read; of attention, experts, Engram and the head, the largest counts. The factors are the
     buffers that each part was seen to hold on a CPU, and a fifth to a half more.
     """
-    D, hc, H = config.hidden_size, config.hc_mult, config.num_attention_heads
+    D, hc, H = config.hidden_size, config.hc_mult, config.num_attention_heads // devices
     chunk = min(chunk_tokens, context_tokens)
     # The last pass above the last kv source has this many inputs, however small the chunks are.
     tail = min(config.reach_tokens(config.last_kv_source), context_tokens)
@@ -179,11 +184,14 @@ def activation_bytes(
     scores = 2 * H * (selected + config.sliding_window + TILE_QUERIES)
     tiles = (selected * config.head_dim + scores) * min(T, _IN_FLIGHT * TILE_QUERIES)
     attention = tiles + 4 * H * config.head_dim * T
-    experts = 8 * (config.num_experts_per_tok + 1) * (D + config.moe_intermediate_size) * T
-    columns = config.engram.columns * config.engram.head_dim if config.engram else 0
+    experts = (
+        8 * (config.num_experts_per_tok + 1) * (D + config.moe_intermediate_size // devices) * T
+    )
+    columns = config.engram.columns // devices * config.engram.head_dim if config.engram else 0
     engram = 3 * (columns + (hc + 1) * D) * chunk
-    head = config.vocab_size * D
-    values = streams + scan + max(attention, experts, engram, head) + _unpacked_values(config)
+    head = config.vocab_size // devices * D
+    unpacked = _unpacked_values(config, devices)
+    values = streams + scan + max(attention, experts, engram, head) + unpacked
     return values * _F32_BYTES + _growth_bytes(config, context_tokens)
 
 
@@ -192,18 +200,20 @@ def needs(
     context_tokens: int,
     chunk_tokens: int = CHUNK_TOKENS,
     session_bytes: int | None = None,
+    devices: int = 1,
 ) -> Needs:
     """All of it, for sessions of up to `context_tokens` that read prompts by `chunk_tokens`.
 
-    session_bytes: what they may take together, by default `default_session_bytes`.
+    session_bytes: what they may take together, by default `default_session_bytes`. Of several
+    `devices` it is what one needs; each of them keeps the sessions whole.
     """
     if session_bytes is None:
         session_bytes = default_session_bytes(config, context_tokens)
     return Needs(
-        weights_bytes=resident_bytes(config),
-        kept_bytes=kept_bytes(config),
+        weights_bytes=resident_bytes(config, devices),
+        kept_bytes=kept_bytes(config, devices),
         state_bytes=session_bytes,
-        activation_bytes=activation_bytes(config, context_tokens, chunk_tokens),
+        activation_bytes=activation_bytes(config, context_tokens, chunk_tokens, devices),
     )
 
 
@@ -221,7 +231,7 @@ def machine_memory(
         return MachineMemory("Metal", int(info["memory_size"]), usable)
     if "free_memory" in info:
         return MachineMemory("CUDA", int(info["total_memory"]), int(info["free_memory"]))
-    return _host_memory(proc, cgroup)
+    return MachineMemory("CPU", *host_memory(proc, cgroup))
 
 
 def require_memory(
@@ -230,14 +240,15 @@ def require_memory(
     machine: MachineMemory | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     session_bytes: int | None = None,
+    devices: int = 1,
 ) -> Needs:
     """Return what the model needs; raises DeviceError when this machine cannot hold it."""
-    needed = needs(config, context_tokens, chunk_tokens, session_bytes)
+    needed = needs(config, context_tokens, chunk_tokens, session_bytes, devices)
     machine = machine or machine_memory()
     if needed.total_bytes > machine.usable_bytes:
         raise DeviceError(
             f"{describe(needed, context_tokens)}, but {describe_machine(machine)}: "
-            f"{remedy(config, needed, context_tokens, machine, chunk_tokens)}"
+            f"{remedy(config, needed, context_tokens, machine, chunk_tokens, devices)}"
         )
     return needed
 
@@ -287,10 +298,11 @@ def remedy(
     context_tokens: int,
     machine: MachineMemory,
     chunk_tokens: int = CHUNK_TOKENS,
+    devices: int = 1,
 ) -> str:
     """What to do about a model that does not fit."""
     room_bytes = machine.usable_bytes - needed.weights_bytes - needed.kept_bytes
-    fitting = _fitting_context(config, context_tokens, chunk_tokens, room_bytes)
+    fitting = _fitting_context(config, context_tokens, chunk_tokens, room_bytes, devices)
     remedies: list[str] = []
     if fitting:
         remedies.append(f"give a context of at most {fitting:,} tokens (--ctx {fitting})")
@@ -306,13 +318,13 @@ def remedy(
 
 
 def _fitting_context(
-    config: ModelConfig, context_tokens: int, chunk_tokens: int, room_bytes: int
+    config: ModelConfig, context_tokens: int, chunk_tokens: int, room_bytes: int, devices: int
 ) -> int:
     """The longest shorter context that fits, in steps of 1,024 tokens; 0 for none."""
 
     def needed_bytes(tokens: int) -> int:
         return default_session_bytes(config, tokens) + activation_bytes(
-            config, tokens, chunk_tokens
+            config, tokens, chunk_tokens, devices
         )
 
     steps = range(1024, context_tokens, 1024)
@@ -341,59 +353,13 @@ def _growth_bytes(config: ModelConfig, context_tokens: int) -> int:
     return max(_source_rows(config, context_tokens), default=0) * _row_bytes(config)
 
 
-def _unpacked_values(config: ModelConfig) -> int:
+def _unpacked_values(config: ModelConfig, devices: int) -> int:
     """Values of the FP8 weights that are unpacked at once: on a CPU two, each in two copies."""
-    return 4 * max(_dense_values(config)) if mx.default_device() == mx.cpu else 0
+    return 4 * max(_dense_values(config, devices)) if mx.default_device() == mx.cpu else 0
 
 
 @lru_cache(maxsize=4)
-def _dense_values(config: ModelConfig) -> tuple[int, ...]:
+def _dense_values(config: ModelConfig, devices: int) -> tuple[int, ...]:
     """Values of each FP8 weight in memory."""
-    return tuple(spec.n_bytes for spec in resident_specs(config) if spec.dtype == "F8_E4M3")
-
-
-def _host_memory(proc: Path, cgroup: Path) -> MachineMemory:
-    """What the operating system gives this process."""
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-    except OSError:
-        # Not Linux: only the total is told.
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return MachineMemory("CPU", total, total)
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
-    total, usable = fields["MemTotal"], fields["MemAvailable"]
-    for limit, used in _control_groups(proc, cgroup):
-        total, usable = min(total, limit), min(usable, max(0, limit - used))
-    return MachineMemory("CPU", total, usable)
-
-
-def _control_groups(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each memory control group around this process, of either version.
-
-    Pages of files are given back under pressure, so the idle ones do not count as used.
-    """
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            base, names, idle = cgroup, ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, idle = cgroup / "memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        group = base / path.strip("/")
-        # In a container the path may be the host's; the mount's root then holds the limit.
-        for folder in (group, *(f for f in group.parents if f.is_relative_to(base))):
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in names)
-                stat = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-            except OSError:
-                continue
-            if limit != "max":
-                yield int(limit), int(used) - int(stat.get(idle, 0))
+    specs = (spec for spec in resident_specs(config) if spec.dtype == "F8_E4M3")
+    return tuple(spec.held_bytes(devices) for spec in specs)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_engine.chunk import Chunk
 from mlx_engine.config import ModelConfig
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram import EngramRows
 from mlx_engine.layer_plan import LayerKind, LayerPlan, layer_plan
 from mlx_engine.ops.attention import SelectedRows, sparse_attention
@@ -90,12 +91,19 @@ class Output:
 
 
 class Model:
-    """The text model over loaded weights; computes in `dtype` (bf16 or f32) between sublayers."""
+    """The text model over loaded weights; computes in `dtype` (bf16 or f32) between sublayers.
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: mx.Dtype) -> None:
+    One of several `devices` has its heads, its width of every expert and its part of the
+    vocabulary; each sublayer's output is the sum of theirs, and all else every device does alike.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: mx.Dtype, devices: Devices = ONE
+    ) -> None:
         self.config = config
         self.weights = weights
         self.dtype = dtype
+        self.devices = devices
         self.plans = layer_plan(config)
 
     def forward(
@@ -150,7 +158,7 @@ class Model:
     def head(self, streams: mx.array, pre: mx.array) -> mx.array:
         """Collapse with the last sublayer's pre, norm, and multiply by the head: f32 [T, V]."""
         x = mhc_collapse_norm(streams, pre, self.weights.norm, self.config.rms_norm_eps)
-        return head_logits(x, self.weights.head)
+        return self.devices.gather(head_logits(x, self.weights.head))
 
     def embedded(self, ids: mx.array) -> tuple[mx.array, mx.array]:
         """What ids [T, hc], each token's once a stream, enter with: streams and the first pre."""
@@ -173,9 +181,9 @@ class Model:
             # The layers below compute while the rows arrive.
             chunk.start(streams, pre)
             codes, scales = engram_rows.result(layer)
-            streams = engram_gate(
-                streams, mx.array(codes), mx.array(scales), w.engram, self.config.rms_norm_eps
-            )
+            rows = mx.array(codes), mx.array(scales)
+            eps = self.config.rms_norm_eps
+            streams = engram_gate(streams, *rows, w.engram, eps, self.devices)
         return Boundary(streams, *mhc_enter(streams, pre, self._sublayer(w.hc_attn, w.attn_norm)))
 
     def between(
@@ -204,7 +212,7 @@ class Model:
         streams, x, of_ffn, routing = mhc_route(
             h, streams, mixing, mixing.pre, to, self._router(w.ffn)
         )
-        h = moe(x, routing, w.ffn, limit=self.config.swiglu_limit)
+        h = self.devices.sum(moe(x, routing, w.ffn, limit=self.config.swiglu_limit))
         return Output(h, streams, of_ffn)
 
     def _sublayer(self, w: MhcWeights, norm_weight: mx.array) -> MhcSublayer:
@@ -262,7 +270,7 @@ class Model:
         else:
             q = fp8_linear(qr, w.wq_b)
         o = sparse_attention(
-            q.reshape(queries, config.num_attention_heads, config.head_dim),
+            q.reshape(queries, -1, config.head_dim),
             chunk.end - queries,
             seen,
             self._selected(plan, queries, chunk, state),
@@ -272,7 +280,7 @@ class Model:
             formats=formats,
             turns_q=True,
         )
-        return grouped_output(o, w.wo_a, w.wo_b)
+        return self.devices.sum(grouped_output(o, w.wo_a, w.wo_b))
 
     def _selected(
         self, plan: LayerPlan, queries: int, chunk: Chunk, state: SessionState

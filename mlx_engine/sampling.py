@@ -76,6 +76,30 @@ def score(logits: mx.array, token_id: int, n_top: int) -> ScoredToken:
     return ScoredToken(token_id, float(log_probs[token_id]), tuple((i, log_probs[i]) for i in top))
 
 
+@dataclass(frozen=True)
+class Draw:
+    """One draw: how, and by which random bits, 64 of them."""
+
+    sampling: Sampling
+    bits: int
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Choose a token: logits f32 [V] to its id, a uint32 scalar not yet computed.
+
+        Equal logits rank by id, the lowest first.
+        """
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            return greedy(logits)
+        return draw(
+            keep_top(logits, sampling.top_k),
+            mx.random.key(self.bits),
+            temperature=max(sampling.temperature, _LEAST_TEMPERATURE),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+        )
+
+
 class Sampler:
     """Draws one token a call; every call goes one step along the seed's sequence of keys."""
 
@@ -85,18 +109,10 @@ class Sampler:
         # On the host, where a key costs the device nothing.
         self._keys = random.Random(seed)
 
-    def __call__(self, logits: mx.array) -> mx.array:
-        """Choose a token: logits f32 [V] to its id, a uint32 scalar not yet computed.
+    def next(self) -> Draw:
+        """The next draw, still to be done."""
+        return Draw(self._sampling, self._keys.getrandbits(64))
 
-        Equal logits rank by id, the lowest first.
-        """
-        sampling = self._sampling
-        if sampling.temperature == 0:
-            return greedy(logits)
-        return draw(
-            keep_top(logits, sampling.top_k),
-            mx.random.key(self._keys.getrandbits(64)),
-            temperature=max(sampling.temperature, _LEAST_TEMPERATURE),
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-        )
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Do the next draw."""
+        return self.next()(logits)

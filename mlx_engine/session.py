@@ -6,14 +6,13 @@ compute. Nobody else changes the SessionState. Which session a prompt goes to is
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, cast
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_engine.decoder import Begun, Decoder
 from mlx_engine.engram import EngramReader, EngramRows, read_ahead
@@ -106,7 +105,15 @@ class Session:
 
     def fork(self, checkpoint: Checkpoint) -> "Session":
         """A session of its own at one of this session's checkpoints, which it has too."""
-        other = Session(
+        other = self._beside()
+        other._take(self.state.fork(checkpoint), self._token_ids[: checkpoint.position])
+        before = [each for each in self.checkpoints if each.position < checkpoint.position]
+        other.checkpoints = [*before, checkpoint]
+        return other
+
+    def _beside(self) -> "Session":
+        """An empty session of the same kind."""
+        return Session(
             self._model,
             self._engram,
             prefill=self._prefill,
@@ -114,10 +121,6 @@ class Session:
             formats=self._formats,
             decoder=self._decoder,
         )
-        other._take(self.state.fork(checkpoint), self._token_ids[: checkpoint.position])
-        before = [each for each in self.checkpoints if each.position < checkpoint.position]
-        other.checkpoints = [*before, checkpoint]
-        return other
 
     def _take(self, state: SessionState, token_ids: Sequence[int] | TokenIds) -> None:
         self.state = state
@@ -233,6 +236,24 @@ class Session:
             self.rewind(self.position)
             raise
         return self._logits
+
+    def draw(self, choose: Callable[[mx.array], mx.array]) -> int:
+        """The id that follows, as `choose` makes a uint32 scalar of the logits [V].
+
+        The device may begin its step already. A draw that fails takes the timeline back to the last
+        checkpoint.
+        """
+        assert self._logits is not None
+        try:
+            token = choose(self._logits)
+            mx.async_eval(token)
+            self.begin_step(token)
+            # The id must reach the host each step: the next Engram rows depend on it.
+            return cast(int, token.item())
+        except BaseException:
+            # The device may have failed after the step was handed to it.
+            self.rewind(self.position)
+            raise
 
     def begin_step(self, token: mx.array) -> None:
         """Let the device begin a step with a token, of one id, that only it knows so far.
@@ -366,29 +387,3 @@ class Session:
             self.reset()
             if not isinstance(error, Exception):
                 raise
-
-
-def full_logits(
-    model: Model,
-    engram: EngramReader | None,
-    token_ids: Sequence[int] | TokenIds,
-    wanted: NDArray[np.int64],
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> NDArray[np.float32]:
-    """Logits after the `wanted` tokens of a sequence at full depth, apart from any session.
-
-    f32 [len(wanted), V].
-    """
-    ids = as_token_ids(token_ids)
-    state = SessionState(model.config)
-    result = np.empty((wanted.size, model.config.vocab_size), dtype=np.float32)
-    for first in range(0, ids.size, chunk_tokens):
-        last = min(first + chunk_tokens, ids.size)
-        rows = read_ahead(engram, ids, first, last)
-        streams, pre = model.decode(model.encode(ids[first:last].tolist(), state, rows), state)
-        inside = np.flatnonzero((wanted >= first) & (wanted < last))
-        mx.eval(*state.arrays())
-        if inside.size:
-            at = mx.array(wanted[inside] - first)
-            result[inside] = np.array(model.head(streams[at], pre[at]))
-    return result

@@ -81,8 +81,10 @@ class Sessions:
         cache: Cache | None = None,
         least_save_tokens: int = LEAST_TOKENS,
         clock: Callable[[], float] = time.perf_counter,
+        session_type: Callable[..., Session] = Session,
     ) -> None:
         """short_bytes: of the budget, what prompts above memory.SHORT_TOKENS leave free."""
+        self._session_type = session_type
         self._model = model
         self._engram = engram
         self._prefill: Prefill = prefill
@@ -338,7 +340,7 @@ class Sessions:
         return None
 
     def _new_session(self) -> Session:
-        return Session(
+        return self._session_type(
             self._model,
             self._engram,
             prefill=self._prefill,

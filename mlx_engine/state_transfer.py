@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_engine.config import ModelConfig
+from mlx_engine.devices import Devices
 from mlx_engine.diskcache.layout import Part
 from mlx_engine.errors import CacheCorrupt
 from mlx_engine.formats import CacheFormats
@@ -21,6 +22,8 @@ from mlx_engine.memory import FIRST_ROWS, SPARE_ROWS
 from mlx_engine.state import Checkpoint, GrowingRows, SavedWindow, SessionState
 
 Bytes = NDArray[np.uint8]
+
+_SENT_TOKENS = 16_384
 
 # Position; then of each window its end and how many of its rows count.
 _POSITION = struct.Struct("<Q")
@@ -60,6 +63,34 @@ def export_tail(checkpoint: Checkpoint) -> bytes:
     for kv, gate in checkpoint.pending.values():
         pieces += [_seen(kv), _seen(gate)]
     return b"".join(pieces)
+
+
+def send_state(state: SessionState, tail: bytes, devices: Devices) -> None:
+    """Give rank 0's state, whose tail this is, to the ranks that call `receive_state`."""
+    for first, last in _ranges(state.position):
+        for rows in export_rows(state, first, last):
+            mx.eval(devices.from_first(mx.array(rows)))
+    mx.eval(devices.from_first(mx.array(np.frombuffer(tail, np.uint8))))
+
+
+def receive_state(
+    config: ModelConfig, position: int, tail_bytes: int, devices: Devices
+) -> SessionState:
+    """The state that rank 0 sends at a position, with a tail of so many bytes."""
+    arriving = Import(config, position)
+    layout = parts(config)
+    for first, last in _ranges(position):
+        for part, rows in zip(layout, arriving.rows, strict=True):
+            place = rows[part.n_bytes(0, first) : part.n_bytes(0, last)]
+            place[:] = np.array(devices.from_first(mx.zeros(place.size, mx.uint8)))
+    tail = devices.from_first(mx.zeros(tail_bytes, mx.uint8))
+    return arriving.finish(position, np.array(tail, np.uint8).tobytes())
+
+
+def _ranges(position: int) -> Iterator[tuple[int, int]]:
+    """The tokens before a position, some at a time, so that no copy is as long as the state."""
+    for first in range(0, position, _SENT_TOKENS):
+        yield first, min(first + _SENT_TOKENS, position)
 
 
 class Import:

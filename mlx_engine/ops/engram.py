@@ -8,6 +8,7 @@ from math import gcd
 
 import mlx.core as mx
 
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.ops import launch
 from mlx_engine.ops.linear import fp8_linear, fp8_linear_reference
 from mlx_engine.weights import EngramWeights, Fp8
@@ -19,15 +20,21 @@ _ROW_THREADS = 128
 
 
 def engram_gate(
-    streams: mx.array, codes: mx.array, scales: mx.array, w: EngramWeights, norm_eps: float
+    streams: mx.array,
+    codes: mx.array,
+    scales: mx.array,
+    w: EngramWeights,
+    norm_eps: float,
+    devices: Devices = ONE,
 ) -> mx.array:
     """Add the value of a token's memory rows to every stream that its key agrees with.
 
     streams: [T, hc, D]; codes: uint8 [T, columns, head_dim] e4m3; scales: uint8
-    [T, columns, head_dim/32] e8m0 -> [T, hc, D].
+    [T, columns, head_dim/32] e8m0 -> [T, hc, D]. The columns are this device's, as wkv's inputs.
     """
     kv = fp8_linear(memory_rows(codes, scales, streams.dtype), w.wkv)
-    return gate_value(streams, kv, w, norm_eps)
+    # Nothing of the layers below is in it.
+    return gate_value(streams, devices.sum(kv, after=streams), w, norm_eps)
 
 
 @launch.falls_back

@@ -43,6 +43,7 @@ def search(reference: Reference, T: int, seed: int = 0) -> list[int]:
 
 def _write() -> None:
     """Search anew for every case of the tests: minutes, far fewer with OPENBLAS_NUM_THREADS=1."""
+    from tests.devices import rank
     from tests.engine import test_mutations, test_reference
     from tests.engine.support import build
     from tests.kernels import test_model
@@ -51,6 +52,7 @@ def _write() -> None:
         name: (case.config, case.T) for name, case in test_reference.CASES.items()
     }
     cases["loud"] = (test_mutations.CONFIG, test_mutations.T)
+    cases["devices"] = (rank.CONFIG, sum(rank.CHUNKS))
     cases["kernels"] = (test_model.CONFIG, sum(test_model.CHUNKS))
     sequences = {
         name: search(build(config, 0).reference(), T) for name, (config, T) in cases.items()

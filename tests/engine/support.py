@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 import mlx_engine.model
 from mlx_engine.checkpoint import Checkpoint, open_checkpoint
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram import EngramHash, EngramReader, EngramRows
 from mlx_engine.formats import CacheFormats
 from mlx_engine.layer_plan import LayerPlan
@@ -153,14 +154,15 @@ class Subject:
         return run
 
 
-def load(raw: dict[str, Any], seed: int) -> Subject:
-    """The model of a configuration on the random checkpoint of a seed."""
+def load(raw: dict[str, Any], seed: int, devices: Devices = ONE) -> Subject:
+    """The model of a configuration on the random checkpoint of a seed, or one device's part."""
     tensors = random_tensors(raw, seed)
     # The reader keeps its files open, so the directory may go as soon as all is loaded.
     with TemporaryDirectory() as directory:
         checkpoint = open_checkpoint(write_checkpoint(Path(directory), raw, tensors))
-        model = Model(checkpoint.config, checkpoint.read_weights(), mx.float32)
-        return Subject(raw, tensors, model, _reader(checkpoint, _token_map(raw)))
+        weights = checkpoint.read_weights(devices=devices)
+        model = Model(checkpoint.config, weights, mx.float32, devices)
+        return Subject(raw, tensors, model, _reader(checkpoint, _token_map(raw), devices))
 
 
 @lru_cache(maxsize=32)
@@ -179,12 +181,20 @@ def _token_map(raw: dict[str, Any]) -> NDArray[np.int32]:
     return ids % np.int32(text["engram_compressed_vocab_size"])
 
 
-def _reader(checkpoint: Checkpoint, token_map: NDArray[np.int32]) -> EngramReader | None:
+def _reader(
+    checkpoint: Checkpoint, token_map: NDArray[np.int32], devices: Devices
+) -> EngramReader | None:
     engram_config = checkpoint.config.engram
     if engram_config is None:
         return None
     engram_hash = EngramHash(token_map, engram_config, checkpoint.config.image_token_id)
-    return EngramReader(engram_hash, checkpoint.engram_tables(), cache_bytes=1 << 14, n_readers=2)
+    return EngramReader(
+        engram_hash,
+        checkpoint.engram_tables(),
+        cache_bytes=1 << 14,
+        n_readers=2,
+        devices=devices,
+    )
 
 
 # Recording

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mlx_engine.checkpoint import Checkpoint
 from mlx_engine.config import TILE, ModelConfig
+from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram import EngramReader, EngramRows, Rows
 from mlx_engine.inventory import tensor_specs
 from mlx_engine.model import Model
@@ -66,7 +67,7 @@ def decode_step(config: ModelConfig, context_tokens: int, sampling: Sampling) ->
     return trace(step, arguments, layer_of)
 
 
-def lay_out_weights(config: ModelConfig, make: Make) -> Weights:
+def lay_out_weights(config: ModelConfig, make: Make, devices: Devices = ONE) -> Weights:
     """The weights as the checkpoint's own loader lays them out, from arrays that `make` gives."""
     locations = {
         spec.name: TensorLocation(Path(), 0, spec.n_bytes, spec.dtype, spec.shape)
@@ -76,8 +77,11 @@ def lay_out_weights(config: ModelConfig, make: Make) -> Weights:
     def fill(_: Any, names: list[str], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         return make(names[0], shape, dtype)
 
-    with patch("mlx_engine.checkpoint._Reader._fill", fill), patch.object(mx, "eval"):
-        return Checkpoint(Path(), config, locations).read_weights()
+    with (
+        patch("mlx_engine.tensor_reader.TensorReader._fill", fill),
+        patch.object(mx, "eval"),
+    ):
+        return Checkpoint(Path(), config, locations).read_weights(devices=devices)
 
 
 def engram_of_zeros(config: ModelConfig) -> EngramReader | None:

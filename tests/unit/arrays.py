@@ -1,6 +1,7 @@
-"""Small arrays for the tests of operations: to MLX and back, random values, comparison."""
+"""Arrays in tests: to MLX and back, small random ones, those of a model, comparison."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -40,3 +41,14 @@ def routing(ids: NDArray[Any], weights: NDArray[Any], E: int) -> Routing:
     np.put_along_axis(scores, ids, weights, axis=1)
     nothing = mx.zeros((E,))
     return Routing(f32(scores), Router(nothing, nothing, ids.shape[1], 1.0, False, 1.0))
+
+
+def arrays_of(*nodes: object) -> Iterator[mx.array]:
+    """Every array in or below these nodes of the weights."""
+    for node in nodes:
+        if isinstance(node, mx.array):
+            yield node
+        elif isinstance(node, tuple):
+            yield from arrays_of(*cast("tuple[object, ...]", node))
+        elif node is not None:
+            yield from arrays_of(*vars(node).values())

@@ -4,22 +4,22 @@ import copy
 import os
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mlx_engine import checkpoint as checkpoint_module
-from mlx_engine import memory
+from mlx_engine import memory, tensor_reader
 from mlx_engine.checkpoint import load_weights, open_checkpoint
+from mlx_engine.devices import Devices
 from mlx_engine.errors import DeviceError, ModelFileError
 from mlx_engine.weights import Fp4, Fp8, Weights
 from tests.checkpoints import write_checkpoint
 from tests.reference.random_tensors import TINY_CONFIG, random_tensors
+from tests.unit.arrays import arrays_of
 
 Tensors = dict[str, NDArray[Any]]
 CONFIG: dict[str, Any] = TINY_CONFIG
@@ -197,17 +197,6 @@ def test_the_bytes_read_are_the_resident_ones(
     assert sorted(touched) == sorted((at.path, at.offset, at.n_bytes) for at in wanted)
 
 
-def arrays_of(*nodes: object) -> Iterator[mx.array]:
-    """Every array in or below these nodes of the weights."""
-    for node in nodes:
-        if isinstance(node, mx.array):
-            yield node
-        elif isinstance(node, tuple):
-            yield from arrays_of(*cast("tuple[object, ...]", node))
-        elif node is not None:
-            yield from arrays_of(*vars(node).values())
-
-
 def test_memory_stays_under_the_final_size_and_two_shards(tensors: Tensors, tmp_path: Path) -> None:
     """Counts what MLX allocates and what Python and numpy do, each at its own peak."""
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model", CONFIG, tensors, shards=12))
@@ -250,7 +239,7 @@ def test_small_chunks_and_short_reads_give_the_same_bytes(
     directory: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_preadv = os.preadv
-    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(tensor_reader, "_CHUNK_BYTES", 1000)
 
     def short_preadv(file: int, buffers: list[memoryview], offset: int) -> int:
         return real_preadv(file, [buffers[0][:999]], offset)
@@ -259,6 +248,35 @@ def test_small_chunks_and_short_reads_give_the_same_bytes(
     again = open_checkpoint(directory).read_weights()
     for one, other in zip(arrays_of(weights), arrays_of(again), strict=True):
         assert as_bytes(one) == as_bytes(other)
+
+
+@pytest.mark.parametrize("chunk_bytes", [100, 8 * 2**20])
+def test_the_shares_of_two_devices_make_the_whole(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(tensor_reader, "_CHUNK_BYTES", chunk_bytes)
+    checkpoint = open_checkpoint(directory)
+    whole = checkpoint.read_weights()
+    calls: list[tuple[int, int]] = []
+    shares = [
+        checkpoint.read_weights(lambda done, n: calls.append((done, n)), devices=Devices(rank, 2))
+        for rank in range(2)
+    ]
+    assert calls[-1] == (memory.read_bytes(checkpoint.config, 2),) * 2
+    axes = {0: 0, 1: 0, 2: 0}
+    for all_of_it, *parts in zip(arrays_of(whole), *map(arrays_of, shares), strict=True):
+        pairs = zip(all_of_it.shape, parts[0].shape, strict=True)
+        split = [axis for axis, (n, part) in enumerate(pairs) if n != part]
+        if split:
+            axes[split[0]] += 1
+            assert as_bytes(mx.concatenate(parts, axis=split[0])) == as_bytes(all_of_it)
+        else:
+            assert [as_bytes(part) for part in parts] == [as_bytes(all_of_it)] * 2
+    # Codes and scales. By rows: wq_b, wo_a, the sinks and two shared matrices of each layer, and
+    # the head; by columns: wo_b, w2 of the shared expert, Engram's wkv twice. Of stacked experts
+    # the first axis is the expert: w1 and w3 by rows, w2 by columns.
+    layers = len(whole.layers)
+    assert axes == {0: layers * 9 + 1, 1: layers * (4 + 4) + 4, 2: layers * 2}
 
 
 def test_progress_rises_from_chunk_to_chunk_up_to_the_total(directory: Path) -> None:

@@ -108,7 +108,15 @@ def test_what_is_wrong_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "args", [["--ctx", "9"], ["--model", "x"], ["--dtype", "float32"], ["--kv-disk-space", "1GB"]]
+    "args",
+    [
+        ["--ctx", "9"],
+        ["--model", "x"],
+        ["--dtype", "float32"],
+        ["--kv-disk-space", "1GB"],
+        ["--devices", "2"],
+        ["--stall-timeout", "9"],
+    ],
 )
 def test_what_the_server_decides_is_refused(args: list[str]) -> None:
     result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9", *args], input="Hi\n")

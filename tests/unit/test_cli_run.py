@@ -46,7 +46,12 @@ def prompt_ids(text: str, effort: Any = "high", system: str | None = None) -> tu
 
 
 def loaded_with(tmp_path: Path, **options: Any) -> dict[str, Any]:
-    defaults = {"prefill": "short", "disk_cache": None, "cache_dir": tmp_path / "cache"}
+    defaults = {
+        "prefill": "short",
+        "disk_cache": None,
+        "cache_dir": tmp_path / "cache",
+        "lead": None,
+    }
     return defaults | options
 
 
