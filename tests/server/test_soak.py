@@ -84,6 +84,8 @@ class Agent:
         body: dict[str, Any] = {
             "model": "ds41",
             "max_tokens": 6,
+            # An answer that is cut in its reasoning is no turn to be kept.
+            "thinking": {"type": "disabled"},
             "system": "Be brief.",
             "tools": [{"name": "Read", "input_schema": schema}],
             "messages": self._messages,
