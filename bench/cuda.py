@@ -31,6 +31,7 @@ import numpy as np
 
 from bench import cuda_model, cuda_table
 from bench.cuda_accuracy import accuracy
+from bench.cuda_float64 import operations
 from bench.cuda_table import Counting
 from mlx_engine.config import ModelConfig
 from mlx_engine.cuda.kernels import CudaKernels
@@ -40,12 +41,12 @@ from mlx_engine.model import Model
 from mlx_engine.ops import launch
 from mlx_engine.sampling import Sampler, Sampling
 from mlx_engine.session import Session
-from mlx_engine.state import SessionState
 
 CHUNK = 2048
 # Steps before those that count (forms to trace), and those.
 WARM, STEPS = 6, 24
 REPEATS = 5
+WARMED_CONTEXT = 8192
 SHORT_CONTEXTS = (8192, 32768)
 PROFILED_CONTEXT = 8192
 # What should be at least (1) or at most (-1) what.
@@ -78,7 +79,8 @@ def main() -> None:
         with engram, launch.using(CudaKernels()):
             few = [context for context in contexts if not peers or context <= max(peers)]
             _measure(model, engram, results, few)
-            results.make("accuracy", lambda: _accuracy(model, engram))
+            results.make("accuracy", lambda: _accuracy(model, engram), is_long=True)
+            results.make("float64", operations, is_long=True)
             if any(f"peer_{context}" not in results.found for context in peers):
                 peer = import_module("bench.cuda_peer").Peer(model)
                 # Its first run compiles.
@@ -188,8 +190,8 @@ def _measure(
         if all(name in results.found for name in names):
             continue
         mx.reset_peak_memory()
-        if context <= CHUNK:
-            # Kernels are compiled at their first launch.
+        if context <= WARMED_CONTEXT:
+            # Kernels are compiled at their first launch, those that choose rows for more of them.
             session.reset()
             _prefill(session, ids[:context], len(model.plans))
             session.reset()
@@ -209,7 +211,7 @@ def _ids(count: int) -> list[int]:
 
 
 def _prefill(session: Session, ids: list[int], layers: int) -> dict[str, float]:
-    """Bring the session to these tokens; what counts is the last chunk."""
+    """Bring the session to these tokens; what counts is the middle one of the last three chunks."""
     times: list[tuple[float, int]] = []
     for done in session.read(ids):
         times.append((time.perf_counter(), done))
@@ -217,8 +219,9 @@ def _prefill(session: Session, ids: list[int], layers: int) -> dict[str, float]:
     assert mx.all(mx.isfinite(logits)).item() is True, "the model computes no numbers"
     # The last tokens pass the layers by themselves: the last chunk of the full size is meant.
     chunks = [pair for pair in pairwise(times) if pair[1][1] - pair[0][1] > 2]
-    (before, done_before), (after, done) = chunks[-1]
-    tokens, took = done - done_before, (after - before) / layers
+    (_, done_before), (after, done) = chunks[-1]
+    tokens = done - done_before
+    took = statistics.median(end - start for (start, _), (end, _) in chunks[-3:]) / layers
     return {
         "chunk_tokens": tokens,
         "ms_per_layer_chunk": 1e3 * took,
@@ -233,7 +236,7 @@ def _decode(
 ) -> dict[str, Any]:
     """Steps that draw, then steps of known tokens after a copy of the state that they left."""
     drawn, alone = _drawn(session, ids[context]), _drawn(session, ids[context], begins=False)
-    state, place = _copy_of(session.state), session.position
+    state, place = session.state.fork(session.state.checkpoint()), session.position
     steps: list[float] = []
     for repeat in range(REPEATS + 1):
         reads = [_read(engram, ids, place + n) for n in range(STEPS)]
@@ -275,10 +278,6 @@ def _drawn(session: Session, token_id: int, *, begins: bool = True) -> float:
         token_id = cast(int, token.item())
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[WARM:])
-
-
-def _copy_of(state: SessionState) -> SessionState:
-    return state.fork(state.checkpoint())
 
 
 def _read(engram: EngramReader, ids: list[int], place: int) -> EngramRows:
@@ -345,12 +344,13 @@ class _Tables:
         return table
 
 
-def _accuracy(model: Model, engram: EngramReader) -> dict[str, float]:
-    """Of a step after 513 tokens."""
-    ids = _ids(514)
+def _accuracy(model: Model, engram: EngramReader) -> dict[str, Any]:
+    """Of a step after so many tokens that rows are chosen at both ratios."""
+    ids = _ids(CHUNK + 1)
     session = Session(model, engram, prefill="full", chunk_tokens=CHUNK)
     session.sync(ids[:-1])
-    return accuracy(model, session.state, ids[-1], _read(engram, ids, len(ids) - 1))
+    rows = _read(engram, ids, len(ids) - 1)
+    return accuracy(model, session.state, ids[-1], rows, CudaKernels())
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -106,8 +106,9 @@ def prune_command(
 def purge_command(kv_disk_dir: Folder = None, dry_run: DryRun = False) -> None:
     """Remove everything that ds41 wrote into the folder, for all models.
 
-    Where nothing else lies in the folder, a server that is running stores nothing more in it
-    until it is started again.
+    A server that is running stores nothing more in it until it is started
+    again. Where files of others lie in the folder, its marker and its lock
+    stay, so that it can go on being used; a server then goes on too.
     """
     from mlx_engine.diskcache.check import purge
 

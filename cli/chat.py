@@ -249,8 +249,8 @@ class Chat:
                     raise
                 typer.echo(err=True)
                 continue
-            except UnicodeDecodeError as error:
-                raise BadRequest(f"what was read is not UTF-8 text: {error.reason}") from None
+            except UnicodeDecodeError:
+                raise BadRequest("what was read is not UTF-8 text: convert it first") from None
             finally:
                 self._signals.are_awaited = True
             if line:

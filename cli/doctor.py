@@ -21,12 +21,13 @@ import typer
 from mlx_engine.cli.folders import expanded
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, parse_bytes
 from mlx_engine.cli.machine import Machine
-from mlx_engine.cli.options import ContextOption
+from mlx_engine.cli.options import ContextOption, folder
 from mlx_engine.cli.serve import PORT
-from mlx_engine.errors import BadRequest, CacheUnusable, ModelFileError
+from mlx_engine.errors import CacheUnusable, ModelFileError
 
 if TYPE_CHECKING:
     from mlx_engine.config import ModelConfig
+    from mlx_engine.memory import MachineMemory
 
 Level = Literal["ok", "warning", "problem", "not checked"]
 
@@ -52,6 +53,8 @@ def doctor_command(
     model: Annotated[
         Path | None,
         typer.Option(
+            parser=folder,
+            metavar="DIR",
             envvar="DS41_MODEL",
             help="The checkpoint's folder, to be checked too.",
             show_default="the release as published",
@@ -220,16 +223,10 @@ class Checks:
             limit = config.max_position_embeddings
             context_tokens = limit if self.context_tokens is None else self.context_tokens
             if not 1 <= context_tokens <= limit:
-                raise BadRequest(f"the context is {context_tokens} tokens, it must be 1 to {limit}")
-            needed = memory.needs(config, context_tokens)
-            seen = f"{memory.describe(needed, context_tokens)}, {memory.describe_machine(machine)}"
-            if needed.total_bytes <= machine.usable_bytes:
-                yield Finding("memory", "ok", seen)
+                seen = f"the context is {context_tokens:,} tokens, the model takes 1 to {limit:,}"
+                yield Finding("memory", "problem", seen, "name another by --ctx")
             else:
-                # Nobody who names no model has said that it is the release that is to run here.
-                level: Level = "warning" if self.directory is None else "problem"
-                todo = memory.remedy(config, needed, context_tokens, machine)
-                yield Finding("memory", level, seen, todo)
+                yield self._room_for(config, context_tokens, machine)
         if machine.kind != "Metal":
             yield Finding("wired limit", "not checked", "only macOS has one")
             return
@@ -243,6 +240,20 @@ class Checks:
         else:
             seen = f"raised to {limit_mb} MB, until the next restart of this Mac"
             yield Finding("wired limit", "ok", seen)
+
+    def _room_for(
+        self, config: "ModelConfig", context_tokens: int, machine: "MachineMemory"
+    ) -> Finding:
+        from mlx_engine import memory
+
+        needed = memory.needs(config, context_tokens)
+        seen = f"{memory.describe(needed, context_tokens)}, {memory.describe_machine(machine)}"
+        if needed.total_bytes <= machine.usable_bytes:
+            return Finding("memory", "ok", seen)
+        # Nobody who names no model has said that it is the release that is to run here.
+        level: Level = "warning" if self.directory is None else "problem"
+        todo = memory.remedy(config, needed, context_tokens, machine)
+        return Finding("memory", level, seen, todo)
 
     def _kernels(self) -> Finding:
         if self.machine.memory().kind == "CPU":

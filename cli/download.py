@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_engine.cli.options import folder
 from mlx_engine.download import AGAIN, REPO, REVISION, DownloadProgress, download
 
 
@@ -14,6 +15,8 @@ def download_command(
     directory: Annotated[
         Path | None,
         typer.Argument(
+            parser=folder,
+            metavar="DIR",
             help="The folder to fetch into; by default one named after the model, here. "
             "It needs 511 GB for the released checkpoint.",
             show_default=f"./{Path(REPO).name}",

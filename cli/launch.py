@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_engine.cli.ps import SERVER, ask_status
+from mlx_engine.cli.ps import SERVER, ask_status, server_url
 from mlx_engine.errors import BadRequest
 
 launch_app = typer.Typer(help="Start a program that uses a running server.", no_args_is_help=True)
@@ -42,9 +42,14 @@ def claude_command(
 
     Only this one is set up, by environment variables: your settings stay as
     they are.
+
+    Example:
+
+    ds41 launch claude -p "What is in this folder?"
     """
     from mlx_engine.server.claude_code import environment
 
+    url = server_url(url)
     status = ask_status(url, api_key)
     program = shutil.which("claude")
     if program is None:
@@ -53,6 +58,6 @@ def claude_command(
             "npm install -g @anthropic-ai/claude-code"
         )
     model, context_tokens = status["model"], status["context_tokens"]
-    variables = environment(url.rstrip("/"), model, context_tokens, api_key or model)
+    variables = environment(url, model, context_tokens, api_key or model)
     kept = {name: value for name, value in os.environ.items() if name not in _OTHERS}
     os.execve(program, [program, *context.args], {**kept, **variables})

@@ -22,6 +22,7 @@ from mlx_engine.cli.chat import chat_command
 from mlx_engine.cli.doctor import doctor_command
 from mlx_engine.cli.download import download_command
 from mlx_engine.cli.launch import launch_app
+from mlx_engine.cli.options import folder
 from mlx_engine.cli.ps import ps_command
 from mlx_engine.cli.run import run_command
 from mlx_engine.cli.serve import serve_command
@@ -46,14 +47,7 @@ class _Commands(TyperGroup):
         except EngineError as error:
             code = _fail(str(error), 2)
         except ImportError as error:
-            # Without a back-end MLX's compiled module is there and the library behind it is not.
-            if Path(error.path or "").parent.name != "mlx":
-                raise
-            code = _fail(
-                f"MLX cannot start ({error}): on Linux install ds41 with one of the extras cpu, "
-                "cuda12 and cuda13, as in pip install 'ds41[cpu]'",
-                2,
-            )
+            code = _not_imported(error)
         except OSError as error:
             # What commands read and write themselves raises EngineError; this is the output.
             if error.errno not in (errno.ENOSPC, errno.EIO):
@@ -64,6 +58,20 @@ class _Commands(TyperGroup):
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _not_imported(error: ImportError) -> int:
+    # So a Ctrl-C leaves an extension module that is being imported.
+    if isinstance(error.__cause__, KeyboardInterrupt):
+        return 130
+    # Without a back-end MLX's compiled module is there and the library behind it is not.
+    if Path(error.path or "").parent.name != "mlx":
+        raise error
+    return _fail(
+        f"MLX cannot start ({error}): on Linux install ds41 with one of the extras cpu, "
+        "cuda12 and cuda13, as in pip install 'ds41[cpu]'",
+        2,
+    )
 
 
 def _fail(message: str, code: int) -> int:
@@ -94,7 +102,11 @@ def _ds41(  # pyright: ignore[reportUnusedFunction]
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Run DeepSeek-V4.1-Flash in its released form on this machine."""
+    """Run DeepSeek-V4.1-Flash in its released form on this machine.
+
+    What can be made again is kept in the user's cache folder, or in the one
+    that DS41_CACHE_DIR names: the disk cache (kv in it) and a tiny random model.
+    """
     logging.basicConfig(format="ds41: %(message)s")
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -113,7 +125,10 @@ app.add_typer(launch_app, name="launch")
 
 @app.command("inspect")
 def _inspect(  # pyright: ignore[reportUnusedFunction]
-    directory: Annotated[Path, typer.Argument(help="The folder that holds the checkpoint.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(parser=folder, metavar="DIR", help="The folder that holds the checkpoint."),
+    ],
 ) -> None:
     """Show what a checkpoint holds, what of it stays in memory, and whether this machine fits."""
     from mlx_engine.cli.inspect import inspect

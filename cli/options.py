@@ -10,9 +10,19 @@ from mlx_engine.prompt import Effort
 if TYPE_CHECKING:
     from mlx_engine.sampling import Sampling
 
+
+def folder(named: str) -> Path:
+    """A folder as an option names it; an empty name would mean the current one."""
+    if not named:
+        raise typer.BadParameter("it is empty, name a folder.")
+    return Path(named)
+
+
 ModelOption = Annotated[
     Path | None,
     typer.Option(
+        parser=folder,
+        metavar="DIR",
         envvar="DS41_MODEL",
         help="The checkpoint's folder; without it a tiny random model shows that all works.",
     ),

@@ -4,11 +4,13 @@ Asks a server over HTTP, and needs no model.
 """
 
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Annotated, Any, cast
+from urllib.parse import urlsplit
 
 import typer
 
@@ -28,7 +30,7 @@ def ps_command(
     ] = None,
 ) -> None:
     """List the requests of a running server: how far each is, and what waits."""
-    status = ask_status(url, api_key)
+    status = ask_status(server_url(url), api_key)
     state = status["state"]
     if status["load"] is not None:
         done, total = status["load"]["done_bytes"] / 1e9, status["load"]["total_bytes"] / 1e9
@@ -41,28 +43,52 @@ def ps_command(
         typer.echo("nothing to do")
 
 
+def server_url(named: str) -> str:
+    """The address that --url names, without a slash at its end. Raises BadRequest for none."""
+    try:
+        url = urlsplit(named)
+        (url.hostname or "").encode("idna")
+        is_address = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        is_address = False
+    if not is_address or any(mark in named for mark in "?#@ ") or not named.isprintable():
+        raise BadRequest(f"--url {named!r} is no address of a server: write it as {SERVER}")
+    return named.rstrip("/")
+
+
 def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
     """What a running server says of itself: its state, model, context_tokens and jobs at least.
 
-    Raises BadRequest where there is none.
+    url: as `server_url` gives it. Raises BadRequest where there is none.
     """
-    url = f"{url.rstrip('/')}/status"
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise BadRequest("no header can carry the API key: give letters, digits and signs")
     headers = {} if api_key is None else {"x-api-key": api_key}
     try:
         # A proxy of the environment would not reach this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(
-            urllib.request.Request(url, headers=headers), timeout=_PATIENCE_S
+            urllib.request.Request(f"{url}/status", headers=headers), timeout=_PATIENCE_S
         ) as reply:
             return _status(json.load(reply))
     except urllib.error.HTTPError as error:
         error.close()
-        reason = "the key is missing or wrong" if error.code == 401 else f"status {error.code}"
-    except (OSError, HTTPException, ValueError) as error:
+        if error.code == 401:
+            raise BadRequest(
+                f"the key is missing or wrong: give that of {url} by --api-key or DS41_API_KEY"
+            ) from None
+        reason = f"it answers with status {error.code}"
+    except (HTTPException, ValueError, RecursionError):
+        reason = "it is another server"
+    except OSError as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
+        if isinstance(cause, ssl.SSLError):
+            reason = "no secure connection can be made"
+    path = urlsplit(url).path
+    todo = f"leave out {path}" if path else "start it"
     raise BadRequest(
-        f"{url} does not answer as ds41 serve does ({reason}): start it, or name --url"
+        f"{url} does not answer as ds41 serve does ({reason}): {todo}, or name another by --url"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from mlx_engine.answer import ReasoningDelta, TextDelta
-from mlx_engine.cli.ps import ask_status
+from mlx_engine.cli.ps import ask_status, server_url
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.errors import BadRequest, EngineError
 from mlx_engine.prompt import Message
@@ -40,7 +40,7 @@ class RemoteEngine:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url.rstrip("/")
+        self._url = server_url(url)
         self._api_key = api_key
         status = ask_status(self._url, api_key)
         self.is_loading: bool = status["state"] == "loading"
@@ -235,9 +235,11 @@ class _Stream:
             raise EngineError("the server closed the connection before the answer was complete")
         except EngineError as error:
             self._arrived.put(error)
-        except (OSError, HTTPException, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        except OSError as error:
+            reason = error.strerror or str(error)
             self._arrived.put(EngineError(f"the connection to {self._url} failed: {reason}"))
+        except (HTTPException, ValueError, RecursionError):
+            self._arrived.put(EngineError(f"{self._url} sent what is no answer: ask again"))
         finally:
             self._connection.close()
 

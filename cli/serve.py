@@ -6,6 +6,7 @@ the command runs.
 
 import logging
 import re
+import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from mlx_engine.loading import OpenModel
 
 PORT = 8041
+
+# Addresses that stand for all that this machine has.
+_EVERYWHERE = ("0.0.0.0", "::", "")
+# One of those that are kept for examples (RFC 5737): nothing is sent there.
+_FAR_AWAY = ("192.0.2.1", 9)
 
 
 def serve_command(
@@ -169,9 +175,11 @@ def serve_command(
     app = create_app(service, access)
     serving = Serving(app, worker, listener)
     logging.getLogger("mlx_engine").setLevel(logging.WARNING if is_quiet else logging.INFO)
+    elsewhere = _outer_address(listener) if host in _EVERYWHERE else None
     _greet(
         opened,
         address_of(listener),
+        elsewhere,
         service.model_id,
         devices=spread.count,
         has_key=api_key is not None,
@@ -181,7 +189,13 @@ def serve_command(
 
 
 def _greet(
-    opened: "OpenModel", address: str, model_id: str, *, devices: int, has_key: bool
+    opened: "OpenModel",
+    address: str,
+    elsewhere: str | None,
+    model_id: str,
+    *,
+    devices: int,
+    has_key: bool,
 ) -> None:
     """Say what is served and where, and what Claude Code has to know."""
     from mlx_engine import memory
@@ -192,10 +206,23 @@ def _greet(
     each = f"each of {devices} devices: " if devices > 1 else ""
     _say(each + memory.describe(needed, opened.context_tokens))
     _say(f"listening at {address}, which shows a browser what runs")
+    if elsewhere is not None:
+        _say(f"other machines reach it at {elsewhere}, with the key")
     _say(f"for Claude Code: ds41 launch claude --url {address}, or")
     token = "YOUR_API_KEY" if has_key else model_id
     variables = environment(address, model_id, opened.context_tokens, token)
     typer.echo(f"\n{shell_lines(variables)}\n")
+
+
+def _outer_address(listener: socket.socket) -> str:
+    """The address of a server at which this machine is known elsewhere, or its name."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_FAR_AWAY)
+            host = str(probe.getsockname()[0])
+    except OSError:
+        host = socket.gethostname()
+    return f"http://{host}:{listener.getsockname()[1]}"
 
 
 def _say(message: str) -> None:

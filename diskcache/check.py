@@ -219,11 +219,12 @@ def purge(directory: Path, *, dry_run: bool = False, files: Files | None = None)
         gone = _Gone(store, dry_run)
         for shelf in _shelves(store, PolicyClock(time.time), is_loaded=False):
             gone.add(shelf.folder, sorted(shelf.sizes))
-        if not store.foreign:
-            # The lock last: until then nobody else can take the folder for a new one.
-            top = sorted(store.sizes[""], key=lambda name: name == names.LOCK_NAME)
-            gone.add("", top)
-        return gone.finish(with_folders=True)
+        top = [] if store.foreign else sorted(store.sizes[""])
+        gone.add("", [name for name in top if name != names.LOCK_NAME])
+        gone.remove_empty_folders()
+        # The lock last: until then nobody else can take the folder for a new one.
+        gone.add("", [name for name in top if name == names.LOCK_NAME])
+        return gone.finish()
 
 
 def is_empty(directory: Path, *, files: Files | None = None) -> bool:
@@ -268,14 +269,22 @@ class _Gone:
             if not self._dry_run:
                 self._store.remove(folder, name)
 
-    def finish(self, *, with_folders: bool = False) -> Removed:
-        """Make it last; empty folders go too if that is wished."""
+    def remove_empty_folders(self) -> None:
+        """Make it last, and remove the folders that are empty by now."""
+        self._sync()
+        if not self._dry_run:
+            self._store.remove_empty_folders()
+
+    def finish(self) -> Removed:
+        """Make it last."""
+        self._sync()
+        return Removed(tuple(self._names), self._n_bytes, self.left_bytes)
+
+    def _sync(self) -> None:
         if not self._dry_run:
             for folder in self._folders:
                 self._store.sync(folder)
-            if with_folders:
-                self._store.remove_empty_folders()
-        return Removed(tuple(self._names), self._n_bytes, self.left_bytes)
+        self._folders.clear()
 
 
 def _evict_least(shelves: list[Shelf], gone: _Gone) -> bool:

@@ -21,6 +21,7 @@ from typing import TypeAlias
 Buffer: TypeAlias = "bytes | bytearray | memoryview[int]"
 
 PRIVATE_MODE = 0o700
+_OWNER_WRITES = 0o300
 _FILE_MODE = 0o600
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 # Some file systems have no such call for files or for folders; then there is nothing to wait for.
@@ -106,11 +107,17 @@ class Files:
         os.mkdir(path, PRIVATE_MODE)
 
     def make_private(self, folder: Path, file_id: tuple[int, int]) -> None:
-        """Take a folder's rights from everyone but its owner, unless it is another by now."""
+        """Take a folder's rights from everyone but its owner, unless it is another by now.
+
+        PermissionError where its owner has none: who took them had a reason.
+        """
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
         try:
-            if self.handle_status(handle).file_id != file_id:
+            status = self.handle_status(handle)
+            if status.file_id != file_id:
                 raise OSError(errno.ESTALE, "another folder took its place", str(folder))
+            if status.mode & _OWNER_WRITES != _OWNER_WRITES:
+                raise PermissionError(errno.EACCES, "its owner may not write there", str(folder))
             os.fchmod(handle, PRIVATE_MODE)
         finally:
             os.close(handle)

@@ -60,6 +60,11 @@ def check_unmarked(directory: Path, ours: Mapping[str, int], foreign: Collection
         )
 
 
+def is_emptied(ours: Mapping[str, int], foreign: Collection[str]) -> bool:
+    """Whether a folder is a cache's whose marker a power cut has emptied."""
+    return ours.get(names.MARKER_NAME) == 0 and not foreign
+
+
 def hide(directory: Path, files: Files) -> None:
     """Keep a folder out of a Mac's search index and backups, if that can be."""
     with contextlib.suppress(OSError):

@@ -158,12 +158,17 @@ class Shelf:
             table = [(anchor.key, hits_at(anchor.weight, now_s), now_s) for anchor in anchors]
         return encode_hits(self.root, table)
 
-    def report(self, fault: Fault) -> bool:
-        """Remember a damaged file, with one line in the log; False if it was known."""
-        if fault.name in self.faults:
+    def report(self, *faults: Fault) -> bool:
+        """Remember damaged files, with one line in the log for all; False if they were known."""
+        new = [fault for fault in faults if fault.name not in self.faults]
+        if not new:
             return False
-        self.faults[fault.name] = fault
-        _log.warning("%s of the disk cache is not used again: %s.", fault.name, fault.reason)
+        self.faults.update((fault.name, fault) for fault in new)
+        others = f" and {len(new) - 1} more" if len(new) > 1 else ""
+        first = new[0]
+        _log.warning(
+            "%s%s of the disk cache is not used again: %s.", first.name, others, first.reason
+        )
         return True
 
     def lose_segment(self, segment: SegmentId) -> None:
@@ -241,18 +246,20 @@ class Shelf:
     def _read_anchors(self, added: list[str]) -> list[AnchorFile]:
         """The anchors' files among new names, ascending; `unread` has those that fail for now."""
         files: list[AnchorFile] = []
+        faults: list[Fault] = []
         self.unread.clear()
         for name in filter(names.is_anchor, added):
             try:
                 data = self.store.read(self.folder, name)
                 files.append(decode_anchor(data, names.object_key(name), self.root))
             except CacheCorrupt as error:
-                self.report(Fault(name, str(error)))
+                faults.append(Fault(name, str(error)))
             except OSError as error:
                 if not is_absent(error):
                     # What it stands on must not be taken for left over.
                     self.unread.add(name)
                     _log.info("%s of the disk cache cannot be read: %s.", name, error.strerror)
+        self.report(*faults)
         return sorted(files, key=lambda file: file.position)
 
     def _take_up(self, file: AnchorFile, used: set[str]) -> bool:

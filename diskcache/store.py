@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mlx_engine.diskcache import names
 from mlx_engine.diskcache.files import PRIVATE_MODE, Buffer, Files, Kind, is_absent, opened
-from mlx_engine.diskcache.folder import check_owner, check_unmarked, hide, make_folders
+from mlx_engine.diskcache.folder import check_owner, check_unmarked, hide, is_emptied, make_folders
 from mlx_engine.diskcache.lock import COUNT_BYTES, Busy, FolderLock, Gone
 from mlx_engine.errors import CacheUnusable
 
@@ -107,10 +107,10 @@ class Store:
         try:
             check_owner(directory, files)
             store = cls(directory, files, 2**63, 0)
-            if not store.is_marked():
-                raise CacheUnusable(f"{directory} is not a cache of ds41: it lacks its marker.")
             store._scan()
             store._refuse_links()
+            if not store.is_marked() and not is_emptied(store.sizes[""], store.foreign):
+                raise CacheUnusable(f"{directory} is not a cache of ds41: it lacks its marker.")
         except OSError as error:
             reason = "it is not there" if is_absent(error) else error.strerror or error
             raise CacheUnusable(

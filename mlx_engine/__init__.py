@@ -13,7 +13,6 @@ The names below are the whole public interface. They are imported on first use, 
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,8 +66,6 @@ __all__ = [
     "open_model",
 ]
 
-__version__ = version("ds41")
-
 _HOMES = {
     "answer": ("ReasoningDelta", "TextDelta", "TokenLogprob"),
     "engine": ("Engine",),
@@ -82,6 +79,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ds41")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "errors")

@@ -21,6 +21,7 @@ from mlx_engine.config import (
     YarnConfig,
 )
 from mlx_engine.errors import ModelFileError
+from mlx_engine.json_file import read_json
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +91,11 @@ def load_config(directory: Path) -> ModelConfig:
     """Read and check `config.json` of a checkpoint directory; raises ModelFileError."""
     path = directory / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except FileNotFoundError:
         raise ModelFileError(
             f"{directory} has no config.json; give the folder that holds the checkpoint"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ModelFileError(f"{path} holds no JSON object")
     try:

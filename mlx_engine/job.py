@@ -79,19 +79,24 @@ class Job:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """How fast the prompt has been read so far, 0 while that is not known."""
-        first, last = self._first_progress, self.progress
-        if first is None or last is None or last.elapsed_s <= first.elapsed_s:
-            return 0.0
-        return (last.done_tokens - first.done_tokens) / (last.elapsed_s - first.elapsed_s)
+        """How fast the engine has read the prompt so far, 0 while that is not known."""
+        return self._prefill_tokens_in(_worked_s)
 
     @property
     def prefill_left_s(self) -> float | None:
         """How long the rest of the prompt will take, None while that is not known."""
-        if self.progress is None or not self.prefill_tokens_per_s:
+        # Others will have the engine as often as they had it so far.
+        tokens_per_s = self._prefill_tokens_in(lambda progress: progress.elapsed_s)
+        if self.progress is None or not tokens_per_s:
             return None
-        left_tokens = self.progress.total_tokens - self.progress.done_tokens
-        return left_tokens / self.prefill_tokens_per_s
+        return (self.progress.total_tokens - self.progress.done_tokens) / tokens_per_s
+
+    def _prefill_tokens_in(self, seconds: Callable[[Progress], float]) -> float:
+        """The prompt's tokens a second, by a count of seconds."""
+        first, last = self._first_progress, self.progress
+        if first is None or last is None or seconds(last) <= seconds(first):
+            return 0.0
+        return (last.done_tokens - first.done_tokens) / (seconds(last) - seconds(first))
 
     def cancel(self) -> None:
         """End the answer: at once where it has not begun, otherwise after the chunk or token."""
@@ -145,7 +150,11 @@ class Job:
             case "decode":
                 self.state = "decode"
                 self.completion_tokens = progress.done_tokens
-                self._first_token_s = self._first_token_s or progress.elapsed_s
-                since_s = progress.elapsed_s - self._first_token_s
+                self._first_token_s = self._first_token_s or _worked_s(progress)
+                since_s = _worked_s(progress) - self._first_token_s
                 if since_s > 0:
                     self.decode_tokens_per_s = (self.completion_tokens - 1) / since_s
+
+
+def _worked_s(progress: Progress) -> float:
+    return progress.elapsed_s - progress.waited_s

@@ -99,6 +99,7 @@ class Progress:
     stage: "waiting" while another answer reads what both prompts begin with, or holds the memory;
     "decode" after each token, with those of the answer and the most that it may have.
     is_due: whether there may be more by now; asking before costs time for nothing.
+    waited_s: of elapsed_s, what the engine did not work for this answer.
     """
 
     stage: Literal["prefill", "waiting", "decode"]
@@ -106,11 +107,12 @@ class Progress:
     total_tokens: int
     elapsed_s: float
     is_due: Callable[[], bool] = field(default=_always, compare=False, repr=False)
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock times: `prefill_s` up to the first token, `decode_s` from there to the end."""
+    """The engine's time for an answer: up to the first token, and from there to the end."""
 
     prefill_s: float
     decode_s: float
@@ -184,18 +186,17 @@ def respond(
     sampled: list[int] = []
     prefill_s: float | None = None
     engram_before = engine.engram_stats()
-    started_s = time.perf_counter()
+    times = _Times()
 
     def progress(step: Prefilled | Waiting) -> Progress:
         nonlocal cached_tokens, prefilled_tokens
-        elapsed_s = time.perf_counter() - started_s
         if isinstance(step, Waiting):
-            return Progress("waiting", 0, prompt_tokens, elapsed_s, step.is_due)
+            return times.progress("waiting", 0, prompt_tokens, step.is_due)
         if cached_tokens is None:
             cached_tokens = step.done_tokens
             _tell_parting(prompt, step)
         prefilled_tokens = step.done_tokens - cached_tokens
-        return Progress("prefill", step.done_tokens, step.total_tokens, elapsed_s)
+        return times.progress("prefill", step.done_tokens, step.total_tokens)
 
     reader = AnswerReader(
         engine.tokenizer,
@@ -225,7 +226,7 @@ def respond(
         yield Progress("prefill", 0, prompt_tokens, 0.0)
         while not cancelled():
             try:
-                step = next(tokens)
+                step = times.next(tokens)
             except StopIteration as end:
                 finish_reason = end.value
                 break
@@ -235,16 +236,14 @@ def respond(
             token_id, logprob = _scored(step, engine.tokenizer)
             sampled.append(token_id)
             if prefill_s is None:
-                prefill_s = time.perf_counter() - started_s
-                yield Progress("prefill", prompt_tokens, prompt_tokens, prefill_s)
+                prefill_s = times.spent_s
+                yield times.progress("prefill", prompt_tokens, prompt_tokens)
             yield from reader.push(token_id, logprob)
             # Text may be held back for long, and whoever goes on with answers has others too.
-            elapsed_s = time.perf_counter() - started_s
-            yield Progress("decode", len(sampled), max_tokens, elapsed_s)
+            yield times.progress("decode", len(sampled), max_tokens)
             if reader.is_finished:
                 finish_reason = "stop"
                 break
-    total_s = time.perf_counter() - started_s
     yield from reader.finish(is_cut=finish_reason != "stop")
     if finish_reason == "stop" and reader.calls:
         finish_reason = "tool_calls"
@@ -262,13 +261,46 @@ def respond(
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens or 0,
         completion_tokens=len(sampled),
-        timings=Timings.measure(prefilled_tokens, len(sampled), prefill_s or total_s, total_s),
+        timings=Timings.measure(
+            prefilled_tokens, len(sampled), prefill_s or times.spent_s, times.spent_s
+        ),
         engram=_since(engram_before, engine.engram_stats()),
         finish_reason=finish_reason,
         tool_calls=tuple(reader.calls),
         stop_string=reader.stop_string,
         reasoning_tokens=reader.reasoning_tokens,
     )
+
+
+class _Times:
+    """Seconds since now, and those of them in which the engine worked for an answer."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self.spent_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        return time.perf_counter() - self._started_s - self.spent_s
+
+    def next(self, steps: Steps) -> int | ScoredToken | Prefilled | Waiting:
+        """The next step, for which the engine works."""
+        before_s = time.perf_counter()
+        try:
+            return next(steps)
+        finally:
+            self.spent_s += time.perf_counter() - before_s
+
+    def progress(
+        self,
+        stage: Literal["prefill", "waiting", "decode"],
+        done_tokens: int,
+        total_tokens: int,
+        is_due: Callable[[], bool] = _always,
+    ) -> Progress:
+        waited_s = self.waited_s
+        elapsed_s = waited_s + self.spent_s
+        return Progress(stage, done_tokens, total_tokens, elapsed_s, is_due, waited_s)
 
 
 def _tell_parting(prompt: chat.Prompt, first: Prefilled) -> None:

@@ -187,13 +187,25 @@ class Room:
 
     def _forget(self, live: Live) -> None:
         """Let a session go, by way of the cache if that has not got it."""
+        if self._cache is not None:
+            self._keep_unfinished(live.session)
         live.session.keep_checkpoint()
         self.save_newest(live)
         del self._live[live.session]
         if live.saving.is_pending:
             self._leaving.append(live)
 
+    def _keep_unfinished(self, session: Session) -> None:
+        """Let the cache have what a prefill read since its last checkpoint, if it is a chunk."""
+        last = session.checkpoint_at(session.position)
+        if session.position - (last.position if last else 0) < session.chunk_tokens:
+            return
+        try:
+            session.keep_unfinished()
+        except Exception as error:
+            log.warning("what was read of a prompt is not saved: %s", error)
+
     def _let_leave(self) -> None:
         """Hand over what only sessions that leave have."""
         while self._leaving:
-            self._leaving.pop().saving.finish()
+            self.save_piece()

@@ -277,6 +277,12 @@ class Session:
             if checkpoint.position and checkpoint.position not in self._positions():
                 self._keep(checkpoint)
 
+    def keep_unfinished(self) -> None:
+        """Let the upper layers catch up where a prefill was broken off, and take a checkpoint."""
+        if self._waiting is not None:
+            self.pauses = [self.position]
+            to_end(self._extend(self.token_ids))
+
     def expendable(self) -> list[tuple[Checkpoint, int]]:
         """The checkpoints that may go, missed least first, and tokens from the one before each.
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from mlx_engine.errors import ModelFileError
 from mlx_engine.inventory import DTYPE_BYTES
+from mlx_engine.json_file import read_json, require_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -100,6 +101,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
     Raises ModelFileError for a file that is missing, truncated or not in that format.
     """
     try:
+        require_file(path)
         with path.open("rb") as file:
             file_bytes = path.stat().st_size
             header_bytes = int.from_bytes(file.read(8), "little")
@@ -124,10 +126,8 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
     try:
         header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(
-            f"{path} has a header that is not JSON ({error}); fetch it again"
-        ) from None
+    except (ValueError, RecursionError):
+        raise ModelFileError(f"{path} has a header that is not JSON; fetch it again") from None
     if not isinstance(header, dict):
         raise ModelFileError(f"{path} has a header that is no JSON object; fetch it again")
     entries = cast("dict[str, Any]", header)
@@ -147,9 +147,9 @@ def some(items: Iterable[str]) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read as JSON ({error}); fetch it again") from None
+        index = read_json(path)
+    except FileNotFoundError:
+        raise ModelFileError(f"{path} is missing; fetch it again") from None
     found = cast("dict[str, Any]", index).get("weight_map") if isinstance(index, dict) else None
     if not isinstance(found, dict) or not found:
         raise ModelFileError(f"{path} has no weight_map of tensors to shards; fetch it again")

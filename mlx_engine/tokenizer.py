@@ -19,6 +19,7 @@ import tokenizers
 
 from mlx_engine.config import ModelConfig
 from mlx_engine.errors import BadRequest, ModelFileError
+from mlx_engine.json_file import read_file
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,9 @@ class Tokenizer:
         """
         path = directory / "tokenizer.json"
         try:
-            source = path.read_bytes()
-        except OSError as error:
-            raise ModelFileError(
-                f"cannot read {path} ({error.strerror}): fetch the checkpoint's tokenizer"
-            ) from error
+            source = read_file(path)
+        except FileNotFoundError:
+            raise ModelFileError(f"{path} is missing: fetch the checkpoint's tokenizer") from None
         try:
             tokenizer = cls.from_json(source)
             tokenizer.require_ids_of(config)
@@ -109,10 +108,8 @@ class Tokenizer:
             added_ids = {token["content"]: token["id"] for token in content["added_tokens"]}
             plain = tokenizers.Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
         except Exception as error:  # the library raises nothing narrower
-            # A decoder's error shows all of its input, which may be megabytes.
-            reason = f"{type(error).__name__}: {error}"[:200]
             raise ModelFileError(
-                f"this is no tokenizer ({reason}): fetch the checkpoint's tokenizer.json again"
+                "this is no tokenizer: fetch the checkpoint's tokenizer.json again"
             ) from error
         return cls(plain, added_ids)
 

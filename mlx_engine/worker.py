@@ -84,6 +84,7 @@ class Counts:
     completion_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    waited_s: float = 0.0
 
 
 WorkerState = Literal["loading", "ready", "failed", "stopped"]
@@ -145,7 +146,8 @@ class Worker:
                 raise Stopped(_STOPPED)
             if self.error is not None:
                 raise Stopped(_FAILED)
-            n_waiting = len(self._queue) + max(len(self._active) - self._max_active, 0)
+            # Those that are about to be taken up do not wait.
+            n_waiting = max(len(self._queue) + len(self._active) - self._max_active, 0)
             if n_waiting >= self._max_queued:
                 self.counts.refused += 1
                 raise Overloaded(f"{n_waiting} requests are waiting already: try again later")
@@ -234,11 +236,8 @@ class Worker:
 
     def _save(self, engine: AnsweringEngine) -> None:
         """While nobody asks, let the disk cache have what waits for it."""
-        try:
-            while not self._has_work() and engine.save_piece():
-                pass
-        except Exception as error:
-            log.error("what was computed could not be saved: %s", describe(error))
+        while not self._has_work() and engine.save_piece():
+            pass
 
     def _has_work(self) -> bool:
         return bool(self._queue or self._active) or self._is_stopping
@@ -286,7 +285,8 @@ class Worker:
             active.is_due = event.is_due
         if isinstance(event, End | Failed):
             self._leave(active)
-            self._count(event)
+            with self._changed:  # cancelled ones are counted by other threads too
+                self._count(active.job, event)
         self._pass_on(active.job, event)
 
     def _pass_on(self, job: Job, event: JobEvent) -> None:
@@ -315,7 +315,7 @@ class Worker:
         with self._changed:
             self._active.remove(active)
 
-    def _count(self, event: End | Failed) -> None:
+    def _count(self, job: Job, event: End | Failed) -> None:
         counts = self.counts
         if isinstance(event, Failed):
             counts.failed += 1
@@ -330,13 +330,18 @@ class Worker:
         timings = event.timings
         counts.prefill_s += timings.prefill_s
         counts.decode_s += timings.decode_s
+        # In the queue, and while others had the engine.
+        worked_s = timings.prefill_s + timings.decode_s
+        waited_s = max(time.monotonic() - job.created_s - worked_s, 0.0)
+        counts.waited_s += waited_s
         log.info(
-            "prompt %d tokens (%d cached), %.0f/s; answer %d tokens, %.1f/s; %s",
+            "prompt %d tokens (%d cached), %.0f/s; answer %d tokens, %.1f/s; waited %.1f s; %s",
             event.prompt_tokens,
             event.cached_tokens,
             timings.prefill_tokens_per_s,
             event.completion_tokens,
             timings.decode_tokens_per_s,
+            waited_s,
             event.finish_reason,
         )
 

@@ -1,13 +1,14 @@
 """An engine without a model, and tokenizers to test with.
 
-`FakeEngine` says what it was told to say and records what it was asked, `FakeModel` is what it is
-loaded from; `tiny_tokenizer` has one token a byte, `released_tokenizer_json` is the vendor's
-vocabulary.
+`EngineDouble` is what such engines have in common. `FakeEngine` says what it was told to say and
+records what it was asked, `FakeModel` is what it is loaded from; `tiny_tokenizer` has one token a
+byte, `released_tokenizer_json` is the vendor's vocabulary.
 """
 
 import importlib.util
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -87,48 +88,27 @@ def scored(token_id: int, n_top: int) -> ScoredToken:
     return ScoredToken(token_id, -0.5, top)
 
 
-class FakeEngine:
-    """Says `answer` after every prompt, and stops at its end or at an EOS in it."""
+Steps = Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]
 
-    def __init__(
-        self,
-        answer: str | Sequence[int] = "",
-        *,
-        tokenizer: Tokenizer | None = None,
-        context_tokens: int = 100_000,
-        known_tokens: int = 0,
-        chunk_tokens: int = 16,
-        before_token: Callable[[int], None] = lambda n: None,
-    ) -> None:
-        """`before_token` is called with the number of tokens said before each one."""
+
+class EngineDouble(ABC):
+    """Stands in for an engine that nobody closes in the middle; `calls` is what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer | None, context_tokens: int) -> None:
         self.tokenizer = tokenizer or tiny_tokenizer()
         self.context_tokens = context_tokens
         self.turns = TurnRecord()
         self.calls: list[Call] = []
-        self.tokens_made = 0
         self.is_closed = False
-        self.is_left = False
-        self.fast_paths = FastPaths((), ("attention", "mhc"))
-        self._engram = EngramStats(100, 100, 0, 26_400)  # of an earlier answer
-        self._known_tokens = known_tokens
-        self._chunk_tokens = chunk_tokens
-        self._before_token = before_token
-        is_text = isinstance(answer, str)
-        self._answer = with_special_tokens(answer, self.tokenizer) if is_text else list(answer)
-
-    @property
-    def said(self) -> list[int]:
-        """The tokens made, where there was one answer."""
-        return self._answer[: self.tokens_made]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.is_left = True
+    @abstractmethod
+    def __exit__(self, *exception: object) -> None: ...
 
     def engram_stats(self) -> EngramStats:
-        return self._engram
+        return EngramStats()
 
     def save_piece(self) -> bool:
         return False
@@ -151,36 +131,73 @@ class FakeEngine:
         self,
         token_ids: Sequence[int],
         *,
-        anchors: Sequence[int],
+        anchors: Sequence[int] = (),
         max_tokens: int,
-        temperature: float,
-        top_p: float,
-        min_p: float,
-        seed: int | None,
-        top_k: int,
-        logprobs: int | None,
-    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
-        self.calls.append(
-            Call(
-                tuple(token_ids),
-                max_tokens,
-                Sampling(temperature, top_p, min_p, seed, top_k),
-                tuple(anchors),
-            )
-        )
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        top_k: int = 0,
+        logprobs: int | None = None,
+    ) -> Steps:
+        sampling = Sampling(temperature, top_p, min_p, seed, top_k)
+        call = Call(tuple(token_ids), max_tokens, sampling, tuple(anchors))
+        self.calls.append(call)
         n = len(token_ids)
         if n + max_tokens > self.context_tokens:
             raise ContextTooLong(
                 f"{n} prompt tokens and {max_tokens} more pass the context of "
                 f"{self.context_tokens}: shorten the prompt"
             )
+        return self._begin(call, logprobs)
+
+    @abstractmethod
+    def _begin(self, call: Call, logprobs: int | None) -> Steps:
+        """The steps of an answer."""
+
+
+class FakeEngine(EngineDouble):
+    """Says `answer` after every prompt, and stops at its end or at an EOS in it."""
+
+    def __init__(
+        self,
+        answer: str | Sequence[int] = "",
+        *,
+        tokenizer: Tokenizer | None = None,
+        context_tokens: int = 100_000,
+        known_tokens: int = 0,
+        chunk_tokens: int = 16,
+        before_token: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """`before_token` is called with the number of tokens said before each one."""
+        super().__init__(tokenizer, context_tokens)
+        self.tokens_made = 0
+        self.is_left = False
+        self.fast_paths = FastPaths((), ("attention", "mhc"))
+        self._engram = EngramStats(100, 100, 0, 26_400)  # of an earlier answer
+        self._known_tokens = known_tokens
+        self._chunk_tokens = chunk_tokens
+        self._before_token = before_token
+        is_text = isinstance(answer, str)
+        self._answer = with_special_tokens(answer, self.tokenizer) if is_text else list(answer)
+
+    @property
+    def said(self) -> list[int]:
+        """The tokens made, where there was one answer."""
+        return self._answer[: self.tokens_made]
+
+    def __exit__(self, *exception: object) -> None:
+        self.is_left = True
+
+    def engram_stats(self) -> EngramStats:
+        return self._engram
+
+    def _begin(self, call: Call, logprobs: int | None) -> Steps:
         # Kept, so that it is closed by who uses it and not by the garbage collector.
-        self._running = self._generate(n, max_tokens, logprobs)
+        self._running = self._generate(len(call.token_ids), call.max_tokens, logprobs)
         return self._running
 
-    def _generate(
-        self, n: int, max_tokens: int, logprobs: int | None
-    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
+    def _generate(self, n: int, max_tokens: int, logprobs: int | None) -> Steps:
         try:
             for done in [*range(self._known_tokens, n, self._chunk_tokens), n]:
                 yield Prefilled(done, n)

@@ -8,17 +8,11 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Self
 
-from mlx_engine.engram_table import EngramStats
-from mlx_engine.errors import BadRequest, ContextTooLong
-from mlx_engine.live import Stats
+from mlx_engine.errors import BadRequest
 from mlx_engine.progress import Prefilled
-from mlx_engine.respond import Event, Request, respond
-from mlx_engine.sampling import Sampling, ScoredToken
 from mlx_engine.tokenizer import Tokenizer
-from mlx_engine.turns import TurnRecord
-from tests.fake_engine import Call, scored, tiny_tokenizer, with_special_tokens
+from tests.fake_engine import Call, EngineDouble, Steps, scored, with_special_tokens
 
 Answer = str | Sequence[int] | Exception
 Script = Callable[[Call], Answer]
@@ -35,7 +29,7 @@ class Course:
     is_closed: bool = False
 
 
-class ScriptedEngine:
+class ScriptedEngine(EngineDouble):
     """Says the answers in their order, the last one again and again.
 
     An answer is text, in which spellings of special tokens stand for those, or token ids, and ends
@@ -52,20 +46,14 @@ class ScriptedEngine:
         chunk_tokens: int = 64,
         before_step: Callable[[Course], None] = lambda course: None,
     ) -> None:
-        self.tokenizer = tokenizer or tiny_tokenizer()
-        self.context_tokens = context_tokens
-        self.turns = TurnRecord()
+        super().__init__(tokenizer, context_tokens)
         self.courses: list[Course] = []
         self.threads: set[int] = set()
-        self.is_closed = False
         self._answers = list(answers) or [""]
         self._chunk_tokens = chunk_tokens
         self._before_step = before_step
         self._known: list[tuple[int, ...]] = []
         self._work = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -73,47 +61,7 @@ class ScriptedEngine:
     def close(self) -> None:
         self.is_closed = True
 
-    def engram_stats(self) -> EngramStats:
-        return EngramStats()
-
-    def session_stats(self) -> Stats:
-        return Stats()
-
-    def disk_stats(self) -> None:
-        return None
-
-    def save_piece(self) -> bool:
-        return False
-
-    def respond(
-        self,
-        request: Request,
-        *,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> Generator[Event]:
-        return respond(self, request, cancelled=cancelled)
-
-    def generate(
-        self,
-        token_ids: Sequence[int],
-        *,
-        anchors: Sequence[int] = (),
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        top_k: int = 0,
-        logprobs: int | None = None,
-    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
-        n = len(token_ids)
-        if n + max_tokens > self.context_tokens:
-            raise ContextTooLong(
-                f"{n} prompt tokens and {max_tokens} more pass the context of "
-                f"{self.context_tokens}: shorten the prompt"
-            )
-        sampling = Sampling(temperature, top_p, min_p, seed, top_k)
-        call = Call(tuple(token_ids), max_tokens, sampling, tuple(anchors))
+    def _begin(self, call: Call, logprobs: int | None) -> Steps:
         answer = self._answers[min(len(self.courses), len(self._answers) - 1)]
         if callable(answer):
             answer = answer(call)
@@ -121,9 +69,7 @@ class ScriptedEngine:
         self.courses.append(course)
         return self._generate(course, answer, logprobs)
 
-    def _generate(
-        self, course: Course, answer: Answer, logprobs: int | None
-    ) -> Generator[int | ScoredToken | Prefilled, None, Literal["stop", "length"]]:
+    def _generate(self, course: Course, answer: Answer, logprobs: int | None) -> Steps:
         prompt = course.call.token_ids
         done_tokens = course.cached_tokens
         try:

@@ -77,7 +77,7 @@ class CudaKernel:
         init_value: float | None = None,
     ) -> list[mx.array]:
         types = tuple((x.dtype, x.ndim == 0) if isinstance(x, mx.array) else None for x in inputs)
-        threads = prod(min(g, t) for g, t in zip(grid, threadgroup, strict=True))
+        threads = _bound(prod(min(g, t) for g, t in zip(grid, threadgroup, strict=True)))
         key = (types, tuple(template), threads, tuple(output_dtypes))
         if key not in self._sources:
             text = self.text(inputs, template, threads, output_dtypes)
@@ -104,6 +104,8 @@ class CudaKernel:
             shared_memory=self.shared_memory,
             init_value=init_value,
             ensure_row_contiguous=True,
+            # Self-tests leave all else to the CPU.
+            stream=mx.gpu,
         )
 
     def text(
@@ -129,7 +131,7 @@ class CudaKernel:
         threads: int,
         output_dtypes: Sequence[mx.Dtype],
     ) -> str:
-        """The kernel's function for these types and a block of so many threads.
+        """The kernel's function for these types and blocks of at most so many threads.
 
         MLX passes arrays before numbers, and numbers last.
         """
@@ -159,6 +161,14 @@ class CudaKernel:
     def _extents(self) -> list[tuple[str, int]]:
         """Which lengths of its inputs the body names."""
         return _extents_of(self.source)
+
+
+def _bound(threads: int) -> int:
+    """What a block of so many threads is compiled for.
+
+    Some grow with the context, and every bound is a compilation of its own.
+    """
+    return max(32, 1 << (threads - 1).bit_length())
 
 
 @cache

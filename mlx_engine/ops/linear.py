@@ -119,8 +119,16 @@ def times_transposed(x: mx.array, w: mx.array) -> mx.array:
 
 
 def _packed_product(x: mx.array, w: Fp8) -> mx.array:
+    operands = x, w.weight, w.row_scale
+    if x.ndim > 2 and mx.default_device() == mx.gpu and mx.cuda.is_available():
+        # In CUDA MLX multiplies no stacks of packed weights.
+        return mx.stack([_mxfp8_product(*group) for group in zip(*operands, strict=True)])
+    return _mxfp8_product(*operands)
+
+
+def _mxfp8_product(x: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
     return mx.quantized_matmul(
-        x, w.weight, w.row_scale, transpose=True, group_size=32, bits=8, mode="mxfp8"
+        x, codes, scales, transpose=True, group_size=32, bits=8, mode="mxfp8"
     )
 
 

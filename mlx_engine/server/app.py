@@ -63,7 +63,6 @@ def _common(service: Service) -> APIRouter:
             body |= {"loaded_bytes": done, "total_bytes": total}
         return JSONResponse(body, 200 if worker.state == "ready" else 503)
 
-    @routes.head("/")
     @routes.api_route("/api/hello", methods=_READ)
     async def _hello() -> Response:  # pyright: ignore[reportUnusedFunction]
         return JSONResponse({"status": "ok"})

@@ -1,12 +1,13 @@
 """Bodies of requests: read within a limit, and what of them nobody knows.
 
-Owns the limit, the reading of JSON, and the notes in the log, each written once.
+Owns the limits, the reading of JSON, and the notes in the log, each written once.
 """
 
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from threading import Lock
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 from starlette.requests import ClientDisconnect, Request
 
 from mlx_engine.errors import BadRequest
+from mlx_engine.job import Overloaded
 from mlx_engine.server.errors import ApiError, ClientGone
 from mlx_engine.server.fields import quoted
 
@@ -21,6 +23,9 @@ log = logging.getLogger(__name__)
 
 # As much as Anthropic's servers take, so clients know what to leave out of a larger one.
 MAX_BODY_BYTES = 32 * 2**20
+
+# Of all bodies that are being read.
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 
 IMAGE_NOTE = "[image not shown: this server reads text only]"
 
@@ -31,10 +36,38 @@ _MAX_DEPTH = 128
 _MAX_NOTES = 1000
 
 
-async def received(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytearray:
-    """The body as it was sent.
+class Intake:
+    """How many bytes the bodies hold that are being read, at most so many; for one thread."""
 
-    Raises ApiError above the limit (413) and for one that is compressed (415), ClientGone.
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._n_bytes = 0
+
+    @contextmanager
+    def body(self) -> Generator[Callable[[int], None]]:
+        """One more body, which takes bytes by calling what this gives: it raises Overloaded."""
+        own_bytes = 0
+
+        def take(n_bytes: int) -> None:
+            nonlocal own_bytes
+            if self._n_bytes + n_bytes > self._max_bytes:
+                raise Overloaded(
+                    f"requests of {self._n_bytes} bytes are being read already: try again later"
+                )
+            own_bytes += n_bytes
+            self._n_bytes += n_bytes
+
+        try:
+            yield take
+        finally:
+            self._n_bytes -= own_bytes
+
+
+async def received(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytearray:
+    """The body as it was sent; `take` is told of its bytes as they come.
+
+    Raises ApiError above the limit (413) and for one that is compressed (415), ClientGone, and what
+    `take` does.
     """
     if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise ApiError(415, "the body is compressed: send it as it is")
@@ -45,9 +78,10 @@ async def received(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytearr
     data = bytearray()
     try:
         async for chunk in request.stream():
-            data += chunk
-            if len(data) > max_bytes:
+            if len(data) + len(chunk) > max_bytes:
                 raise too_large
+            take(len(chunk))
+            data += chunk
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the request") from None
     return data
@@ -58,7 +92,9 @@ def json_object(data: bytearray) -> dict[str, Any]:
     try:
         text = data.decode("utf-8-sig")
         # Python reads NaN, Infinity and 1e999 too, which no answer could repeat.
-        body = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        body = json.loads(
+            text, parse_float=_finite, parse_constant=_finite, object_hook=_let_others_run
+        )
     except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON: send a JSON object") from None
     if not isinstance(body, dict):
@@ -67,6 +103,11 @@ def json_object(data: bytearray) -> dict[str, Any]:
     _check_depth(body)
     if "\\ud" in text.lower():
         _check_surrogates(body)
+    return body
+
+
+def _let_others_run(body: dict[str, Any]) -> dict[str, Any]:
+    """Return it: the reader is C, and keeps other threads waiting until it calls some Python."""
     return body
 
 

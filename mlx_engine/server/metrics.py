@@ -61,8 +61,10 @@ def _of_counts(counts: Counts) -> Iterator[str]:
     known = "Tokens of prompts that were known."
     yield from _counter("cached_tokens_total", known, counts.cached_tokens)
     yield from _counter("completion_tokens_total", "Tokens of answers.", counts.completion_tokens)
-    yield from _counter("prefill_seconds_total", "Time to the first token.", counts.prefill_s)
-    yield from _counter("decode_seconds_total", "Time from there to the end.", counts.decode_s)
+    yield from _counter("prefill_seconds_total", "Work up to the first token.", counts.prefill_s)
+    yield from _counter("decode_seconds_total", "Work from there to the end.", counts.decode_s)
+    waited = "Time in the queue, and while others had the engine."
+    yield from _counter("waited_seconds_total", waited, counts.waited_s)
 
 
 def _of_sessions(stats: Stats) -> Iterator[str]:

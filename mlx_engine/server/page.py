@@ -23,7 +23,7 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
     activity = Activity(service)
 
-    @routes.get("/")
+    @routes.api_route("/", methods=["GET", "HEAD"])
     async def _page() -> Response:  # pyright: ignore[reportUnusedFunction]
         headers = {
             "content-security-policy": content_security_policy(),

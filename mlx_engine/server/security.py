@@ -7,6 +7,7 @@ and the last catch of what went wrong. Endpoints are behind it.
 import hmac
 import ipaddress
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 _OPEN_PATHS = {"/", "/health", "/api/hello"}
 
 _MAX_PATH_CHARACTERS = 100
+
+# A name or an address, and a port; whatever else a parser of addresses would make sense of is none.
+_HOST = re.compile(r"(?P<name>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{0,5})?", re.IGNORECASE)
 
 # Browsers leave them out.
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -162,10 +166,9 @@ def _preflight(headers: Headers) -> Response:
 
 
 def _hostname(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    match = _HOST.fullmatch(host)
+    # The dot at the end says that a name is whole.
+    return match["name"].strip("[]").lower().removesuffix(".") if match else ""
 
 
 def _netloc(origin: str) -> str:

@@ -16,7 +16,13 @@ from starlette.requests import Request as HttpRequest
 from mlx_engine.job import Overloaded
 from mlx_engine.prompt import Bounds, TooManyTokens
 from mlx_engine.respond import Request
-from mlx_engine.server.body import MAX_BODY_BYTES, json_object, received
+from mlx_engine.server.body import (
+    MAX_BODIES_BYTES,
+    MAX_BODY_BYTES,
+    Intake,
+    json_object,
+    received,
+)
 from mlx_engine.server.errors import PromptTooLong, request_id
 from mlx_engine.server.fields import Object
 from mlx_engine.server.sse import (
@@ -68,6 +74,9 @@ class Service:
     whole_silence_s: float = WHOLE_SILENCE_S
     max_body_bytes: int = MAX_BODY_BYTES
     count_s: float = COUNT_S
+    _intake: Intake = field(
+        default_factory=lambda: Intake(MAX_BODIES_BYTES), init=False, repr=False
+    )
     _reading: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(_MAX_READING), init=False, repr=False
     )
@@ -87,10 +96,15 @@ class Service:
 
     async def body(self, http: HttpRequest) -> Object:
         """A request's body. Raises BadRequest, ApiError, ClientGone, Overloaded."""
-        data = await received(http, self.max_body_bytes)
-        if len(data) <= _SMALL_BODY_BYTES:
-            return json_object(data)
-        return await self.read(lambda: json_object(data))
+        with self._intake.body() as take:
+            try:
+                data = await received(http, self.max_body_bytes, take)
+            except Overloaded:
+                self.worker.counts.refused += 1
+                raise
+            if len(data) <= _SMALL_BODY_BYTES:
+                return json_object(data)
+            return await self.read(lambda: json_object(data))
 
     async def read(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
         """What `work` makes of a body, in another thread: one of asyncio's, if not of `threads`.

@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,13 +18,24 @@ from tests.cuda.launches import Recorder, record
 TOKENS = (1, 9, 2048)
 # Kernels that share a multiprocessor's registers with a second block keep a few bytes elsewhere.
 MOST_SPILLED_BYTES = 1024
+# What a multiprocessor of an A100 has, of which each block takes 1 KiB for itself, and a block.
+MULTIPROCESSOR_BYTES, BLOCK_BYTES, OWN_BYTES = 164 << 10, 163 << 10, 1 << 10
 
 
-def programs(tokens: Sequence[int], dtypes: Sequence[mx.Dtype]) -> dict[str, dict[str, str]]:
+@dataclass(frozen=True)
+class Function:
+    """A kernel for some types: its text, and how many bytes its blocks ask for at their launch."""
+
+    text: str
+    dynamic_bytes: int
+    blocks: int
+
+
+def programs(tokens: Sequence[int], dtypes: Sequence[mx.Dtype]) -> dict[str, dict[str, Function]]:
     """By what stands before them, the kernels of a family that differ: functions by their names."""
     recorder = Recorder()
     record(recorder, tokens, dtypes)
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    found: dict[str, dict[str, Function]] = defaultdict(dict)
     seen: set[str] = set()
     for kernel, call in recorder.calls:
         threads = 1
@@ -34,7 +46,8 @@ def programs(tokens: Sequence[int], dtypes: Sequence[mx.Dtype]) -> dict[str, dic
         text = kernel.before() + kernel.function("", *arguments)
         if text not in seen:
             seen.add(text)
-            found[kernel.before()][name] = kernel.function(name, *arguments)
+            function = kernel.function(name, *arguments)
+            found[kernel.before()][name] = Function(function, kernel.shared_memory, kernel.blocks)
     return found
 
 
@@ -53,12 +66,18 @@ def _needs_compiler() -> None:  # pyright: ignore[reportUnusedFunction]
 )
 def test_every_kernel_compiles(architecture: str, dtypes: tuple[mx.Dtype, ...]) -> None:
     found: dict[str, Usage] = {}
+    known: dict[str, Function] = {}
     for before, functions in programs(TOKENS, dtypes).items():
-        source = before + "".join(functions.values()) + "}\n"
+        source = before + "".join(function.text for function in functions.values()) + "}\n"
         found |= compiler.compiled(source, architecture)[1]
-    assert len(found) > 60
+        known |= functions
+    assert len(found) == len(known) > 60
     assert not {name: use for name, use in found.items() if use.spill_bytes > MOST_SPILLED_BYTES}
     assert max(use.shared_bytes for use in found.values()) <= 48 << 10
+    for name, function in known.items():
+        shared_bytes = found[name].shared_bytes + function.dynamic_bytes
+        assert shared_bytes <= BLOCK_BYTES, name
+        assert function.blocks * (shared_bytes + OWN_BYTES) <= MULTIPROCESSOR_BYTES, name
 
 
 def test_cuda_says_what_is_wrong_with_a_source() -> None:

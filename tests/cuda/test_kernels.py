@@ -50,12 +50,14 @@ def launch_body(*grids: int, eps: float = 1.0) -> None:
         launch_over(grid, kernel, eps)
 
 
-def launch_over(grid: int, kernel: Callable[..., Any], eps: float | mx.array) -> None:
+def launch_over(
+    grid: int, kernel: Callable[..., Any], eps: float | mx.array, threads: int = 32
+) -> None:
     kernel(
         inputs=[mx.zeros((3, 5), mx.bfloat16), eps],
         template=[("T", mx.float32), ("N", 2), ("IS_ON", True)],
         grid=(grid, 1, 1),
-        threadgroup=(32, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(64,)],
         output_dtypes=[mx.float32],
     )
@@ -91,10 +93,15 @@ def test_a_grid_of_parts_of_blocks_is_refused(launched: list[dict[str, Any]]) ->
     assert not launched
 
 
-def test_a_block_of_more_threads_is_compiled_anew(launched: list[dict[str, Any]]) -> None:
-    launch_body(16, 64)
+def test_blocks_of_like_sizes_share_machine_code(launched: list[dict[str, Any]]) -> None:
+    """Those that grow with the context would else be compiled at every length."""
+    kernel = CudaKernels()(
+        name="body", input_names=["x", "eps"], output_names=["out"], source=BODY, header=""
+    )
+    for threads in (16, 32, 160, 224, 256, 288):
+        launch_over(threads, kernel, 1.0, threads)
     bounds = [call["compiled_source"].decode().split("__launch_bounds__(")[1] for call in launched]
-    assert [text.split(",")[0] for text in bounds] == ["16", "32"]
+    assert [int(text.split(",")[0]) for text in bounds] == [32, 32, 256, 256, 256, 512]
 
 
 def test_an_array_without_axes_is_a_value_to_the_body(launched: list[dict[str, Any]]) -> None:

@@ -190,6 +190,30 @@ def test_purge_leaves_nothing_of_ours(folder: Path) -> None:
     assert list(folder.iterdir()) == [] and check.is_empty(folder)
 
 
+def test_purge_keeps_the_lock_until_the_folders_are_gone(folder: Path) -> None:
+    remove_foreign(folder)
+    is_locked: list[bool] = []
+
+    class Watching(HastyFiles):
+        def remove_folder(self, path: Path) -> None:
+            is_locked.append((path.parent / names.LOCK_NAME).exists())
+            super().remove_folder(path)
+
+    check.purge(folder, files=Watching())
+    assert is_locked == [True, True]
+
+
+def test_a_folder_whose_marker_was_emptied_can_be_looked_at_and_cleared(folder: Path) -> None:
+    (folder / names.MARKER_NAME).write_bytes(b"")
+    with pytest.raises(CacheUnusable, match="marker"):
+        check.purge(folder, files=FILES)
+    remove_foreign(folder)
+    assert len(check.list_anchors(folder, files=FILES)) == 4
+    assert check.verify(folder, files=FILES).faults == ()
+    check.purge(folder, files=FILES)
+    assert check.is_empty(folder)
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_running_cache_notices(
     folder: Path, is_shared: bool, caplog: pytest.LogCaptureFixture

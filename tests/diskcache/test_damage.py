@@ -255,3 +255,19 @@ def _within(limit_s: float, call: Callable[[], None], what: str) -> None:
     assert not thread.is_alive(), f"{what}: it hangs"
     if errors:
         raise AssertionError(what) from errors[0]
+
+
+def test_many_damaged_anchors_are_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "kv"
+    with opened(folder) as cache:
+        for seed in range(3):
+            saved(cache, tokens(seed, 500), 500)
+    victims = [*folder.rglob("*.anchor")]
+    for path in victims:
+        path.write_bytes(path.read_bytes()[:-1])
+    with opened(folder) as cache:
+        assert cache.stats().damaged == len(victims) == 3
+    (warning,) = warnings(caplog)
+    assert " and 2 more of the disk cache is not used again: " in warning

@@ -47,6 +47,14 @@ def test_a_folder_of_ours_may_get_other_files_later(tmp_path: Path) -> None:
     assert mode_of(folder) == 0o700
 
 
+def test_a_folder_that_its_owner_has_closed_stays_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(CacheUnusable, match="make it writable"), opened(folder):
+        pass
+    assert mode_of(folder) == 0o500 and list(folder.iterdir()) == []
+
+
 def test_a_start_that_was_cut_off_is_taken_up(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir(0o700)

@@ -5,6 +5,7 @@ import logging
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from mlx_engine import ops
+from mlx_engine.cuda.kernels import CudaKernels
 from mlx_engine.ops import launch
 from mlx_engine.ops.launch import FastPaths, Kernel
 from mlx_engine.sampling import Sampler, Sampling
@@ -99,6 +101,24 @@ def test_a_family_is_on_if_its_self_test_passes(
     differs, raised = warnings(caplog)
     assert "mhc kernels are off" in differs and "differ" in differs
     assert "front kernels are off" in raised and raised.endswith("no such function")
+
+
+def test_in_cuda_a_self_test_leaves_all_but_kernels_to_the_cpu(
+    only_these_probes: dict[str, Callable[[], bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since MLX compiles its own operations there at their first use, for a minute and a half."""
+    streams: list[object] = []
+
+    def noted(device: object) -> AbstractContextManager[None]:
+        streams.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(mx, "stream", noted)
+    only_these_probes["linear"] = lambda: True
+    launch.start(Factory())
+    assert not streams
+    launch.start(CudaKernels())
+    assert streams == [mx.cpu]
 
 
 def test_a_kernel_that_fails_at_other_sizes_falls_back(

@@ -8,9 +8,10 @@ import pytest
 
 from mlx_engine import memory
 from mlx_engine.session import Session
-from mlx_engine.state import Checkpoint
+from mlx_engine.state import Checkpoint, SessionState
+from mlx_engine.state_transfer import export_rows
 from tests.engine.counted import CHUNK_TOKENS, IDS, OTHER, Made, subject
-from tests.engine.timelines import MemoryCache
+from tests.engine.timelines import MemoryCache, Stopped, followed, stop_after
 from tests.unit.arrays import host
 
 
@@ -196,3 +197,68 @@ def test_what_a_turn_leaves_is_handed_over_by_whoever_comes() -> None:
     found = host(again.sync([*IDS[:101], 5, 6, *OTHER[: 2 * CHUNK_TOKENS]])[1])
     np.testing.assert_allclose(found, expected, atol=1e-3)
     assert again.sessions.stats().restored == 1
+
+
+def broken_off(made: Made, chunks: int) -> int:
+    """Begin with a prompt, and leave after so many chunks: the tokens that were read."""
+    with pytest.raises(Stopped):
+        followed(made.sessions.read(IDS[:300], [41]), stop_after(chunks + 1))
+    return made.model.tokens
+
+
+@pytest.mark.parametrize("chunks", [1, 5, 10])
+def test_what_a_prefill_that_broke_off_has_read_is_there_after_a_restart(chunks: int) -> None:
+    """The same logits as without a restart, from a prefill that paused in the same place."""
+    cache = MemoryCache()
+    made = Made(cache)
+    read = broken_off(made, chunks)
+    made.sessions.close()
+    again = Made(cache)
+    _, logits, computed = again.sync(IDS[:300], 41)
+    assert computed == 300 - read
+    # Chunks of the same lengths, so that it is bits that are compared.
+    expected = Session(subject().model, subject().reader, chunk_tokens=CHUNK_TOKENS)
+    expected.sync(IDS[:40], [])
+    if read > 40:
+        expected.sync(IDS[:read], [])
+    np.testing.assert_array_equal(host(logits), host(expected.sync(IDS[:300], [])))
+
+
+def test_what_a_prefill_that_broke_off_has_read_leaves_by_way_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = MemoryCache()
+    made = Made(cache)
+    read = broken_off(made, 10)
+    limit(monkeypatch, made, memory.held_bytes(subject().config, 300))
+    made.sync([200, *OTHER[:250]])
+    assert made.sessions.stats().evicted == 1
+    assert cache.lookup(np.array(IDS[:300], np.uint32)) == read
+
+
+def test_a_device_that_fails_at_the_end_costs_one_session_alone() -> None:
+    cache = MemoryCache()
+    made = Made(cache)
+    broken_off(made, 10)
+    made.sync([200, *OTHER[:100]])
+    made.model.layers_left = 0
+    made.sessions.close()
+    assert cache.lookup(np.array(IDS[:300], np.uint32)) == 40
+    assert cache.lookup(np.array([200, *OTHER[:100]], np.uint32)) == 100
+
+
+def test_a_save_that_fails_at_the_end_costs_one_session_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(state: SessionState, first: int, last: int) -> Any:
+        if state is lost.state:
+            raise RuntimeError("the device is gone")
+        return export_rows(state, first, last)
+
+    cache = MemoryCache()
+    made = Made(cache)
+    kept = [made.sync([first, *OTHER[:100]])[0] for first in (200, 201, 202)]
+    lost = kept.pop(1)
+    monkeypatch.setattr("mlx_engine.saving.export_rows", failing)
+    made.sessions.close()
+    assert [cache.lookup(session.token_ids) for session in (lost, *kept)] == [0, 100, 100]

@@ -242,3 +242,23 @@ def test_the_self_test_sees_a_wrong_kernel(kernels_on: Launches) -> None:
 
     with launch.using(wrong):
         assert not agrees()
+
+
+def test_a_gpu_that_multiplies_no_stacks_gets_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's product of packed weights refuses them in CUDA."""
+    wo_a, _ = fp8(1, 2, 64, 96)
+    wo_b, _ = fp8(2, 32, 128)
+    o = rows(3, 1, 2, 96, dtype=mx.float32)
+    wanted = grouped_output_reference(o, wo_a, wo_b)
+    multiply: Callable[..., mx.array] = mx.quantized_matmul
+
+    def of_cuda(x: mx.array, w: mx.array, *rest: Any, **options: Any) -> mx.array:
+        if w.ndim > 2:
+            raise RuntimeError("QuantizedMatmul::eval_gpu has no stacks")
+        return multiply(x, w, *rest, **options)
+
+    monkeypatch.setattr(mx, "quantized_matmul", of_cuda)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    found = grouped_output_reference(o, wo_a, wo_b)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2**-16 * float(mx.abs(wanted).max()))

@@ -71,8 +71,9 @@ def test_probes_and_models() -> None:
 def test_what_can_be_read_can_be_asked_about() -> None:
     """HEAD is answered as GET is, and who asks otherwise is told what there is."""
     with serving(ScriptedEngine()) as server:
-        for path in ("/health", "/metrics", "/v1/models", "/v1/models/any", "/api/hello"):
+        for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/any", "/api/hello"):
             answers = [server.ask(method, path) for method in ("GET", "HEAD")]
+            assert len({answer.headers["content-type"] for answer in answers}) == 1
             assert [answer.status_code for answer in answers] == [200, 200]
         wrong = server.ask("DELETE", "/v1/models")
         assert wrong.status_code == 405 and "GET" in wrong.headers["allow"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlx_engine.server import chat, completions, fields, messages_in, responses_in
-from mlx_engine.server.body import IMAGE_NOTE, MAX_BODY_BYTES
+from mlx_engine.server.body import IMAGE_NOTE, MAX_BODIES_BYTES, MAX_BODY_BYTES
 from mlx_engine.server.sse import KEEP_ALIVE_S, WHOLE_SILENCE_S
 
 DOCS = (Path(__file__).parents[2] / "docs/server.md").read_text()
@@ -25,7 +25,8 @@ def test_every_known_field_is_described(column: int) -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     for number in (
-        f"{MAX_BODY_BYTES // 2**20} MiB",
+        f"at most {MAX_BODY_BYTES // 2**20} MiB",
+        f"{MAX_BODIES_BYTES // 2**20} MiB together",
         f"{fields.MAX_MESSAGES:,} messages",
         f"{fields.MAX_TOOLS:,} tools",
         f"{fields.MAX_STOP_STRINGS} stop\nstrings of {fields.MAX_STOP_CHARACTERS:,} characters",

@@ -1,10 +1,13 @@
 """What a request may hold: sizes, numbers and ranges, refused before anything is rendered."""
 
+import asyncio
 import gzip
 import json
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from mlx_engine.server import fields, messages_in
@@ -54,6 +57,43 @@ def test_a_body_beyond_the_limit_is_not_read(path: str) -> None:
         assert "larger than 1000 bytes" in refusal(limited, path, 413, content=pieces())
         assert limited.ask("POST", path, json=BODIES[path]).status_code == 200
     assert MAX_BODY_BYTES == 32 * 2**20
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_that_come_at_once_are_held_to_a_limit_together(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_engine.server.service.MAX_BODIES_BYTES", 1000)
+    text = json.dumps(BODIES[path] | {"user": "x" * 700})
+
+    async def ask(server: Server) -> list[httpx.Response]:
+        is_here, go_on = asyncio.Event(), asyncio.Event()
+
+        async def halting() -> AsyncIterator[bytes]:
+            yield text[:400].encode()
+            is_here.set()
+            await go_on.wait()
+            yield text[400:].encode()
+
+        async def broken() -> AsyncIterator[bytes]:
+            yield text[:500].encode()
+            raise ConnectionError
+
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            assert (await http.post(path, content=broken())).status_code == 500
+            first = asyncio.create_task(http.post(path, content=halting()))
+            await is_here.wait()
+            refused = await http.post(path, content=text)
+            go_on.set()
+            return [await first, refused, await http.post(path, content=text)]
+
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        first, refused, later = asyncio.run(ask(server))
+        assert (first.status_code, later.status_code) == (200, 200)
+        assert refused.status_code == (529 if path.startswith("/v1/messages") else 429)
+        assert int(refused.headers["retry-after"]) > 0
+        assert server.worker.counts.refused == 1
 
 
 @pytest.mark.parametrize("path", GENERATING)

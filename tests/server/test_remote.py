@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 from typer.testing import CliRunner
 
 from mlx_engine.answer import ReasoningDelta, TextDelta
@@ -156,6 +157,17 @@ def test_what_goes_wrong_is_one_sentence() -> None:
         list(remote.respond(request))
     with pytest.raises(BadRequest, match="does not answer as ds41 serve does"):
         RemoteEngine(address, None)
+
+
+@pytest.mark.parametrize("said", [b"data: {\n", b"data: \xff\n", b"data: " + b"[" * 60_000 + b"\n"])
+def test_no_word_of_a_parser_is_shown(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
+        return {"state": "ready", "model": "m"}
+
+    monkeypatch.setattr("mlx_engine.cli.remote.ask_status", ask_status)
+    with on_port(Response(said)) as address:
+        with pytest.raises(EngineError, match=f"^{address} sent what is no answer: ask again$"):
+            list(RemoteEngine(address, None).respond(PLAIN))
 
 
 def test_leaving_ends_an_answer_after_which_no_other_comes(

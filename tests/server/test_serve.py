@@ -250,6 +250,15 @@ def test_addresses_are_those_that_reach_the_server() -> None:
             pass
 
 
+def test_an_open_server_says_how_others_reach_it() -> None:
+    with running("--host", "0.0.0.0", "--api-key", "k", "--kv-disk-dir", "none") as program:
+        port = urlsplit(program.address).port
+        program.stop()
+    (elsewhere,) = re.findall(r"other machines reach it at (\S+), with the key", program.errors)
+    url = urlsplit(elsewhere)
+    assert (url.scheme, url.port) == ("http", port) and url.hostname not in ("", "0.0.0.0")
+
+
 def test_the_variables_for_claude_code_name_the_window() -> None:
     variables = environment("http://127.0.0.1:1", "ds41", 262_144, "key")
     assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "262144"

@@ -5,11 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from typer.testing import CliRunner, Result
 
 from mlx_engine.cli.main import app
-from mlx_engine.cli.ps import ask_status
+from mlx_engine.cli.ps import ask_status, server_url
 from mlx_engine.errors import BadRequest
 from mlx_engine.server.security import Access
 from tests.scripted_engine import Course, ScriptedEngine
@@ -60,6 +60,11 @@ def test_the_status_and_ps_tell_how_far_each_request_is() -> None:
                 response.read()
         wrong = ps("--api-key", "wrong")
         assert wrong.exit_code == 2 and "the key is missing or wrong" in wrong.stderr
+        assert "--api-key or DS41_API_KEY" in wrong.stderr and "start it" not in wrong.stderr
+        none = ps("--api-key", "schl\u00fcssel")
+        assert none.exit_code == 2 and "no header can carry the API key" in none.stderr
+        beneath = CliRunner().invoke(app, ["ps", "--url", f"{address}/v1", "--api-key", key])
+        assert "status 404): leave out /v1, or name another by --url" in beneath.stderr
     gone = CliRunner().invoke(app, ["ps", "--url", address])
     assert gone.exit_code == 2 and "does not answer" in gone.stderr
     assert len(gone.stderr.splitlines()) == 1
@@ -73,3 +78,36 @@ def test_another_server_is_not_taken_for_ours(said: Any) -> None:
         for command in (["ps"], ["launch", "claude"]):
             result = CliRunner().invoke(app, [*command, "--url", address])
             assert result.exit_code == 2 and "another server" in result.stderr
+
+
+@pytest.mark.parametrize("said", [b"", b"\xff\xfe", b"{", b"<html>", b"[" * 100_000])
+def test_no_word_of_a_parser_is_shown(said: bytes) -> None:
+    with on_port(Response(said)) as address:
+        result = CliRunner().invoke(app, ["ps", "--url", address])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"ds41: {address} does not answer as ds41 serve does (it is another server): "
+        "start it, or name another by --url\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        *("", "http://", "127.0.0.1:8041", "localhost:8041", "ftp://x", "http:/x", "http://x:y"),
+        *("http://x:0", "http://x:99999", "http://[::1", "http://me@x", "http://x?a", "http://x#a"),
+        *("http://x y", "http://x\n", f"http://{'x' * 70}"),
+    ],
+)
+@pytest.mark.parametrize("command", [["ps"], ["launch", "claude"], ["chat"]])
+def test_what_is_no_address_is_one_sentence(command: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--url", named])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"ds41: --url {named!r} is no address of a server: write it as http://127.0.0.1:8041\n"
+    )
+
+
+def test_an_address_ends_without_a_slash() -> None:
+    for named in ("http://127.0.0.1:8041/", "https://[::1]", "http://x/behind/a/proxy/"):
+        assert server_url(named) == named.rstrip("/")

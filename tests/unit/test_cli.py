@@ -69,6 +69,12 @@ def assert_one_line(result: Result, sentence: str) -> None:
         (["run", "Hi", "--prefill", "long"], "'--prefill'"),
         (["run", "Hi", "--raw", "--system", "x"], "leave out system"),
         (["run", "Hi", "there"], "there"),
+        (["run", "Hi", "--model="], "it is empty, name a folder"),
+        (["chat", "--model="], "it is empty, name a folder"),
+        (["serve", "--model", ""], "it is empty, name a folder"),
+        (["doctor", "--model="], "it is empty, name a folder"),
+        (["inspect", ""], "'DIR': it is empty, name a folder"),
+        (["download", ""], "'DIR': it is empty, name a folder"),
         (["run", "Hi", "--color"], "No such option: --color"),
         (["run", "\udcff"], "not valid Unicode"),
         (["--nothing"], "No such option: --nothing"),
@@ -233,3 +239,14 @@ def test_a_ctrl_c_before_the_command_is_there_ends_quietly(monkeypatch: pytest.M
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
+
+
+def test_a_ctrl_c_while_an_extension_is_imported_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **options: Any) -> FakeEngine:
+        raise ImportError("an extension was not initialised") from KeyboardInterrupt()
+
+    monkeypatch.setattr(FakeModel, "load", fail)
+    result = ds41("run", "Hi")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")

@@ -150,6 +150,16 @@ def test_too_little_memory_for_a_model_that_is_named(tiny: Path) -> None:
     assert "1 MB" in found["wired limit"].seen
 
 
+@pytest.mark.parametrize("context_tokens", [-1, 0, 131_073])
+def test_a_context_that_cannot_be_is_a_problem_among_others(
+    tiny: Path, context_tokens: int
+) -> None:
+    found = findings(FakeMachine(), tiny, context_tokens=context_tokens)
+    assert found["memory"].level == "problem" and "--ctx" in found["memory"].todo
+    assert found["memory"].seen.endswith("the model takes 1 to 131,072")
+    assert found["wired limit"].level == "ok" and found["Claude Code"].level == "ok"
+
+
 def test_what_cannot_be_seen_is_said_to_be_so(tiny: Path) -> None:
     found = findings(FakeMachine(LINUX, PLAIN), tiny)
     assert [f.what for f in found.values() if f.level == "not checked"] == [

@@ -260,8 +260,10 @@ def test_a_known_configuration_warns_of_nothing(caplog: pytest.LogCaptureFixture
     ("content", "part"),
     [
         pytest.param(None, "no config.json", id="absent"),
-        pytest.param(b"{", "cannot be read as JSON", id="cut"),
-        pytest.param(b"\xff\xfe", "cannot be read as JSON", id="binary"),
+        pytest.param(b"{", "cannot be read as JSON (see line 1, column 2)", id="cut"),
+        pytest.param(b"\xff\xfe", "cannot be read as JSON (byte 1 is not UTF-8", id="binary"),
+        pytest.param(b"[" * 100_000, "values nested too deeply", id="deep"),
+        pytest.param(b"1" * 10_000, "numbers that are too long", id="long number"),
         pytest.param(b"[]", "no JSON object", id="list"),
         pytest.param(b'{"model_type": "llama"}', "'llama'", id="another model"),
     ],

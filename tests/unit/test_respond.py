@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
+from types import SimpleNamespace
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -27,6 +28,7 @@ from tests.fake_engine import (
     tiny_tokenizer_json,
     with_special_tokens,
 )
+from tests.scripted_engine import Course, ScriptedEngine
 
 HI = Request("Hi")
 
@@ -277,9 +279,34 @@ def test_progress_and_account():
     assert times == sorted(times)
     last = told[-1]
     timings = end.timings
-    assert last.elapsed_s == timings.prefill_s > 0
+    assert last.elapsed_s - last.waited_s == pytest.approx(timings.prefill_s)
+    assert timings.prefill_s > 0
     assert timings.prefill_tokens_per_s == pytest.approx((n - 5) / timings.prefill_s)
     assert timings.decode_tokens_per_s == pytest.approx(5 / timings.decode_s)
+
+
+def test_the_time_that_others_have_the_engine_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+    now_s = 0
+
+    def work(course: Course) -> None:
+        nonlocal now_s
+        now_s += 1
+
+    monkeypatch.setattr("mlx_engine.respond.time", SimpleNamespace(perf_counter=lambda: now_s))
+    engine = ScriptedEngine("why</think>so", chunk_tokens=40, before_step=work)
+    events: list[Event] = []
+    for event in respond(engine, HI):
+        events.append(event)
+        now_s += 10  # of others
+    chunks = engine.courses[0].chunks_done
+    *_, end = events
+    assert isinstance(end, End) and chunks > 1
+    assert (end.timings.prefill_s, end.timings.decode_s) == (chunks + 1, 5)
+    assert end.timings.prefill_tokens_per_s == end.prompt_tokens / (chunks + 1)
+    assert end.timings.decode_tokens_per_s == 1
+    told = [event for event in events if isinstance(event, Progress) and event.stage == "prefill"]
+    assert [p.elapsed_s - p.waited_s for p in told] == [0, *range(chunks + 2)]
+    assert [p.waited_s for p in told] == [10 * i for i in range(len(told))]
 
 
 def test_an_empty_answer_has_no_rates_to_divide_by():

@@ -1,6 +1,7 @@
 """The safetensors files of a directory: locations, and one fault of every kind."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from safetensors import safe_open
 
 from mlx_engine import shards
 from mlx_engine.errors import ModelFileError
+from mlx_engine.loading import open_model
 from mlx_engine.shards import INDEX_NAME, Listing, TensorLocation, list_tensors, read_header
+from mlx_engine.tiny import tiny_checkpoint
 from tests.checkpoints import header_bytes, write_checkpoint, write_shard
 
 TENSORS: dict[str, NDArray[Any]] = {
@@ -125,7 +128,9 @@ def test_a_missing_shard(directory: Path) -> None:
 def test_a_shard_that_is_a_folder(directory: Path) -> None:
     shard(directory, 2).unlink()
     shard(directory, 2).mkdir()
-    assert f"{shard(directory, 2)} cannot be read" in the_problem(list_tensors(directory))
+    assert f"{shard(directory, 2)} is not a file: fetch it again" in the_problem(
+        list_tensors(directory)
+    )
 
 
 def test_every_bad_shard_is_reported(directory: Path) -> None:
@@ -238,3 +243,17 @@ def test_a_dtype_of_another_release_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(header_bytes({"x": entry(0, 16, [2], "F64")}) + bytes(16))
     assert read_header(path)["x"].dtype == "F64"
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "*.safetensors"]
+)
+def test_what_is_no_file_keeps_nobody_waiting(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    path = min(tiny_checkpoint(tmp_path).glob(name))
+    path.unlink()
+    make(path)
+    with pytest.raises(ModelFileError, match=f"{path} is not a file"):
+        open_model(path.parent)

@@ -210,7 +210,7 @@ def test_ids_are_counted_as_the_library_does(make_json: Callable[[], str]):
 
 def test_missing_and_broken_files(tmp_path: Path):
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(ModelFileError, match=r"cannot read .*tokenizer\.json .*No such file"):
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is missing: fetch"):
         Tokenizer.load(tmp_path, CONFIG)
     for source in ("", "{}", "[]", '{"added_tokens": []}', '{"added_tokens": [{}], "model": 1}'):
         path.write_text(source)
