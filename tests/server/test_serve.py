@@ -254,8 +254,8 @@ def test_an_open_server_says_how_others_reach_it() -> None:
     with running("--host", "0.0.0.0", "--api-key", "k", "--kv-disk-dir", "none") as program:
         port = urlsplit(program.address).port
         program.stop()
-    (elsewhere,) = re.findall(r"other machines reach it at (\S+), with the key", program.errors)
-    url = urlsplit(elsewhere)
+    named: list[str] = re.findall(r"other machines reach it at (\S+), with the key", program.errors)
+    (url,) = map(urlsplit, named)
     assert (url.scheme, url.port) == ("http", port) and url.hostname not in ("", "0.0.0.0")
 
 
