@@ -146,6 +146,8 @@ class Follower:
                 session.reset()
             case "keep_checkpoint":
                 session.keep_checkpoint()
+            case "keep_unfinished":
+                session.keep_unfinished()
             case "drop_checkpoint":
                 session.drop_checkpoint(self._checkpoint(session, *args))
             case name:

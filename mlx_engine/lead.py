@@ -218,6 +218,10 @@ class LedSession(Session):
         with self._call("keep_checkpoint"):
             super().keep_checkpoint()
 
+    def keep_unfinished(self) -> None:
+        with self._call("keep_unfinished"):
+            super().keep_unfinished()
+
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         with self._call("drop_checkpoint", checkpoint.position):
             super().drop_checkpoint(checkpoint)

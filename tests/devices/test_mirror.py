@@ -155,6 +155,17 @@ def test_what_changes_between_two_chunks_changes_for_the_other_too() -> None:
     mirror.require_same_session(session)
 
 
+def test_a_prefill_that_is_broken_off_is_caught_up_with_by_the_other_too() -> None:
+    mirror = Mirror()
+    session = mirror.session()
+    reading = session.read(IDS[:200])
+    assert [next(reading) for _ in range(3)][-1] > 0 and not session.is_whole
+    reading.close()
+    session.keep_unfinished()
+    assert session.is_whole and session.checkpoints
+    mirror.require_same_session(session)
+
+
 def test_logits_at_full_depth_are_computed_by_the_other_too() -> None:
     mirror = Mirror()
     given = (IDS[:20], np.array([3, 19]), 8)
