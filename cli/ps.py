@@ -51,7 +51,12 @@ def server_url(named: str) -> str:
         is_address = url.scheme in ("http", "https") and url.hostname and url.port != 0
     except ValueError:  # a port that is none, a bracket that is not closed
         is_address = False
-    if not is_address or any(mark in named for mark in "?#@ ") or not named.isprintable():
+    if (
+        not is_address
+        or any(mark in named for mark in "?#@ ")
+        or not named.isascii()
+        or not named.isprintable()
+    ):
         raise BadRequest(f"--url {named!r} is no address of a server: write it as {SERVER}")
     return named.rstrip("/")
 
@@ -64,6 +69,7 @@ def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise BadRequest("no header can carry the API key: give letters, digits and signs")
     headers = {} if api_key is None else {"x-api-key": api_key}
+    is_path_wrong = False
     try:
         # A proxy of the environment would not reach this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -77,16 +83,16 @@ def ask_status(url: str, api_key: str | None) -> dict[str, Any]:
             raise BadRequest(
                 f"the key is missing or wrong: give that of {url} by --api-key or DS41_API_KEY"
             ) from None
-        reason = f"it answers with status {error.code}"
-    except (HTTPException, ValueError, RecursionError):
-        reason = "it is another server"
-    except OSError as error:
+        reason, is_path_wrong = f"it answers with status {error.code}", error.code == 404
+    except OSError as error:  # before the next: a server that hangs up is both
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
         if isinstance(cause, ssl.SSLError):
             reason = "no secure connection can be made"
+    except (HTTPException, ValueError, RecursionError):
+        reason, is_path_wrong = "it is another server", True
     path = urlsplit(url).path
-    todo = f"leave out {path}" if path else "start it"
+    todo = f"leave out {path}" if path and is_path_wrong else "start it"
     raise BadRequest(
         f"{url} does not answer as ds41 serve does ({reason}): {todo}, or name another by --url"
     )

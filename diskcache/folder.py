@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mlx_engine.diskcache import names
-from mlx_engine.diskcache.files import Files, Kind, Status
+from mlx_engine.diskcache.files import Files, Kind, Status, is_absent
 from mlx_engine.errors import CacheUnusable
 
 
@@ -58,6 +58,16 @@ def check_unmarked(directory: Path, ours: Mapping[str, int], foreign: Collection
             f"{directory} holds files that are not a cache's ({min(foreign)}): "
             "name an empty or a new folder with --kv-disk-dir."
         )
+
+
+def marker_of(directory: Path, files: Files) -> bytes | None:
+    """What a folder's marker holds, None where there is none."""
+    try:
+        return files.contents(directory / names.MARKER_NAME, 2**63)
+    except OSError as error:
+        if is_absent(error):
+            return None
+        raise
 
 
 def is_emptied(ours: Mapping[str, int], foreign: Collection[str]) -> bool:

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from mlx_engine.diskcache import names
 from mlx_engine.diskcache.files import PRIVATE_MODE, Buffer, Files, Kind, is_absent, opened
-from mlx_engine.diskcache.folder import check_owner, check_unmarked, hide, is_emptied, make_folders
+from mlx_engine.diskcache.folder import (
+    check_owner,
+    check_unmarked,
+    hide,
+    is_emptied,
+    make_folders,
+    marker_of,
+)
 from mlx_engine.diskcache.lock import COUNT_BYTES, Busy, FolderLock, Gone
 from mlx_engine.errors import CacheUnusable
 
@@ -26,7 +33,6 @@ FLOOR_SHARE = 0.05
 _MARK_WAIT_S = 5.0
 # What a folder needs to be a cache: the marker and the lock file.
 START_BYTES = len(names.MARKER) + COUNT_BYTES
-
 
 _log = logging.getLogger(__name__)
 
@@ -102,15 +108,17 @@ class Store:
 
     @classmethod
     def existing(cls, directory: Path, files: Files) -> "Store":
-        """The store in a folder that has our marker, which is left as it is. CacheUnusable."""
+        """The store in a folder with our marker, be it emptied; left as it is. CacheUnusable."""
         directory = Path(os.path.abspath(directory))
         try:
             check_owner(directory, files)
             store = cls(directory, files, 2**63, 0)
-            store._scan()
-            store._refuse_links()
-            if not store.is_marked() and not is_emptied(store.sizes[""], store.foreign):
+            # Somebody's own folder is not gone through.
+            if marker_of(directory, files) == b"" or store.is_marked():
+                store._scan()
+            if not (store.is_marked() or is_emptied(store.sizes[""], store.foreign)):
                 raise CacheUnusable(f"{directory} is not a cache of ds41: it lacks its marker.")
+            store._refuse_links()
         except OSError as error:
             reason = "it is not there" if is_absent(error) else error.strerror or error
             raise CacheUnusable(
@@ -246,12 +254,7 @@ class Store:
 
     def is_marked(self) -> bool:
         """Whether our marker lies in the folder."""
-        try:
-            return self.read("", names.MARKER_NAME).startswith(names.MARKER_START)
-        except OSError as error:
-            if is_absent(error):
-                return False
-            raise
+        return (marker_of(self.directory, self.files) or b"").startswith(names.MARKER_START)
 
     def _begin(self) -> None:
         """Read a marked folder, if that can be while nobody writes: then it need not be again."""

@@ -83,10 +83,15 @@ class Job:
         return self._prefill_tokens_in(_worked_s)
 
     @property
+    def prefill_tokens_per_elapsed_s(self) -> float:
+        """The same, the time that others had the engine counted too."""
+        return self._prefill_tokens_in(lambda progress: progress.elapsed_s)
+
+    @property
     def prefill_left_s(self) -> float | None:
         """How long the rest of the prompt will take, None while that is not known."""
         # Others will have the engine as often as they had it so far.
-        tokens_per_s = self._prefill_tokens_in(lambda progress: progress.elapsed_s)
+        tokens_per_s = self.prefill_tokens_per_elapsed_s
         if self.progress is None or not tokens_per_s:
             return None
         return (self.progress.total_tokens - self.progress.done_tokens) / tokens_per_s

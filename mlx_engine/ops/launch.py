@@ -124,9 +124,8 @@ def start(factory: KernelFactory) -> FastPaths:
             try:
                 if not check():
                     _turn_off(family, "its results differ from the reference")
-            except (
-                Exception
-            ) as error:  # whatever a compiler or driver raises, the reference remains
+            except Exception as error:
+                # Whatever a compiler or driver raises, the reference remains.
                 _turn_off(family, complaint(error))
     return fast_paths()
 

@@ -45,7 +45,7 @@ def _of_jobs(worker: Worker) -> Iterator[str]:
     progress = [job.progress for job in reading if job.progress]
     left_tokens = sum(each.total_tokens - each.done_tokens for each in progress)
     yield from _gauge("prefill_tokens_left", "Prompt tokens still to read.", left_tokens)
-    tokens_per_s = sum(job.prefill_tokens_per_s for job in reading)
+    tokens_per_s = sum(job.prefill_tokens_per_elapsed_s for job in reading)
     yield from _gauge("prefill_tokens_per_second", "Prompt tokens read a second.", tokens_per_s)
     left_s = max((job.prefill_left_s or 0.0 for job in reading), default=0.0)
     yield from _gauge("prefill_left_seconds", "Until the last prompt is read.", left_s)

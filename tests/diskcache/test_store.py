@@ -60,6 +60,12 @@ def test_a_link_inside_the_folder_is_refused(tmp_path: Path, where: str) -> None
         open_store(tmp_path / "kv")
 
 
+def test_somebodys_folder_that_is_named_as_a_cache_is_not_gone_through(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(CacheUnusable, match="it lacks its marker"):
+        Store.existing(tmp_path, Files())
+
+
 def test_a_link_inside_a_folder_of_ours_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "kv") as cache:
         save(cache, tokens(1, 3000), 3000)

@@ -52,8 +52,6 @@ class Puppet:
         self._gate("piece")
         self.pieces -= 1
         self.steps.append("piece")
-        if "piece" in self.faults:
-            raise self.faults["piece"]
         return True
 
     def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]:
