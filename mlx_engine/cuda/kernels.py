@@ -77,7 +77,7 @@ class CudaKernel:
         init_value: float | None = None,
     ) -> list[mx.array]:
         types = tuple((x.dtype, x.ndim == 0) if isinstance(x, mx.array) else None for x in inputs)
-        threads = _bound(prod(min(g, t) for g, t in zip(grid, threadgroup, strict=True)))
+        threads = most_threads(grid, threadgroup)
         key = (types, tuple(template), threads, tuple(output_dtypes))
         if key not in self._sources:
             text = self.text(inputs, template, threads, output_dtypes)
@@ -163,11 +163,12 @@ class CudaKernel:
         return _extents_of(self.source)
 
 
-def _bound(threads: int) -> int:
-    """What a block of so many threads is compiled for.
+def most_threads(grid: Size, threadgroup: Size) -> int:
+    """How many threads of a block a launch is compiled for: a power of two, at least 32.
 
-    Some grow with the context, and every bound is a compilation of its own.
+    Blocks of some kernels grow with the context, and every number is a compilation of its own.
     """
+    threads = prod(min(g, t) for g, t in zip(grid, threadgroup, strict=True))
     return max(32, 1 << (threads - 1).bit_length())
 
 

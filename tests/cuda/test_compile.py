@@ -11,6 +11,7 @@ import pytest
 
 from mlx_engine.cuda import compiler
 from mlx_engine.cuda.compiler import Usage
+from mlx_engine.cuda.kernels import most_threads
 from mlx_engine.errors import DeviceError
 from tests.cuda.launches import Recorder, record
 
@@ -38,9 +39,7 @@ def programs(tokens: Sequence[int], dtypes: Sequence[mx.Dtype]) -> dict[str, dic
     found: dict[str, dict[str, Function]] = defaultdict(dict)
     seen: set[str] = set()
     for kernel, call in recorder.calls:
-        threads = 1
-        for g, t in zip(call["grid"], call["threadgroup"], strict=True):
-            threads *= min(g, t)
+        threads = most_threads(call["grid"], call["threadgroup"])
         name = f"{kernel.name}_{len(seen)}"
         arguments = call["inputs"], call["template"], threads, call["output_dtypes"]
         text = kernel.before() + kernel.function("", *arguments)
