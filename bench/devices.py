@@ -27,9 +27,9 @@ COUNT = 2
 TIMEOUT_S = 90
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
-    "no graph mixing": {"NCCL_GRAPH_MIXING_SUPPORT": "0"},
+    "LL": {"NCCL_PROTO": "LL"},
     "no graphs": {"MLX_USE_CUDA_GRAPHS": "0"},
-    "no graph mixing, LL": {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_PROTO": "LL"},
+    "no graphs, LL": {"MLX_USE_CUDA_GRAPHS": "0", "NCCL_PROTO": "LL"},
 }
 
 

@@ -1,4 +1,4 @@
-"""`ds41 bench kernels`: what the kernels are worth on this Mac.
+"""`ds41 bench`, and its `kernels`: what the kernels are worth on this Mac.
 
 Prints a line an operation as it is done, and one line of JSON at the end; checking and timing are
 kernel_bench's. Nothing heavy is imported before the command runs.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import mlx_engine
+from mlx_engine.cli.bench_model import model_command
 
 if TYPE_CHECKING:
     from mlx_engine.kernel_bench import Result
@@ -26,6 +27,7 @@ _VARIABLES = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")
 _ROW = "{:<10} {:<30} {:>6} {:>11} {:>8} {:>9} {:>8} {:>6} {:>8} {:>9}"
 
 bench_app = typer.Typer()
+bench_app.command("model")(model_command)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def _split_parts(config: ModelConfig) -> dict[str, int]:
         "output groups": config.o_groups,
         "tiles of the experts' width": config.moe_intermediate_size // TILE,
         "ids of the vocabulary": config.vocab_size,
+        "values of an embedding": config.hidden_size,
     }
     if config.engram is not None:
         parts["Engram columns"] = config.engram.columns

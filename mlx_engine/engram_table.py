@@ -55,6 +55,14 @@ class EngramStats:
             self.bytes_read + other.bytes_read,
         )
 
+    def __sub__(self, other: EngramStats) -> EngramStats:
+        return EngramStats(
+            self.rows_requested - other.rows_requested,
+            self.rows_distinct - other.rows_distinct,
+            self.cache_hits - other.cache_hits,
+            self.bytes_read - other.bytes_read,
+        )
+
 
 class HotRows:
     """A bounded cache of rows: each has one slot, and a row that was used gets a second chance.

@@ -68,7 +68,7 @@ class TensorSpec:
 def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
     """Yield every tensor of the checkpoint, layer by layer."""
     D, V = config.hidden_size, config.vocab_size
-    yield TensorSpec("embed.weight", "BF16", (V, D), Owner.EMBED)
+    yield TensorSpec("embed.weight", "BF16", (V, D), Owner.EMBED, axis=1)
     yield TensorSpec("head.weight", "BF16", (V, D), Owner.HEAD, axis=0)
     yield TensorSpec("norm.weight", "BF16", (D,), Owner.HEAD)
     for plan in layer_plan(config):

@@ -164,7 +164,10 @@ class Model:
         """What ids [T, hc], each token's once a stream, enter with: streams and the first pre."""
         T, hc = ids.shape
         first_only = mx.array(np.eye(1, hc, dtype=np.float32).repeat(T, axis=0))
-        return self.weights.embed[ids].astype(self.dtype), first_only
+        if self.devices.count == 1:
+            return self.weights.embed[ids].astype(self.dtype), first_only
+        rows = self.devices.gather(self.weights.embed[ids[:, 0]]).astype(self.dtype)
+        return mx.repeat(rows[:, None], hc, axis=1), first_only
 
     def enter(
         self,

@@ -212,7 +212,7 @@ class Ranks:
         self._finish(failure)
 
     def close(self) -> None:
-        """Let the processes end; those that do not are killed."""
+        """Let the processes end; those that do not are killed, which ends the run for a fault."""
         self._is_closing = True
         for rank in self._ranks:
             assert rank.process.stdin is not None
@@ -222,9 +222,10 @@ class Ranks:
         for rank in self._ranks:
             with suppress(subprocess.TimeoutExpired):
                 rank.process.wait(max(deadline_s - time.monotonic(), 0))
+        left = [rank for rank in self._ranks if rank.process.poll() is None]
         self._kill()
-        for rank in self._ranks:
-            rank.process.wait()
+        if left and self.has_started:
+            self._end(f"{left[0]} did not end within {_END_S:g} s when the run did; it was killed")
 
     def _watch(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name="ds41-ranks", daemon=True).start()

@@ -9,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
 from mlx_engine import prompt as chat
@@ -264,7 +264,7 @@ def respond(
         timings=Timings.measure(
             prefilled_tokens, len(sampled), prefill_s or times.spent_s, times.spent_s
         ),
-        engram=_since(engram_before, engine.engram_stats()),
+        engram=engine.engram_stats() - engram_before,
         finish_reason=finish_reason,
         tool_calls=tuple(reader.calls),
         stop_string=reader.stop_string,
@@ -344,7 +344,3 @@ def _is_turn(
     if finish_reason in ("stop", "tool_calls"):
         return True
     return bool(sampled) and not reader.is_reasoning and not reader.calls
-
-
-def _since(before: EngramStats, now: EngramStats) -> EngramStats:
-    return EngramStats(*(n - b for b, n in zip(astuple(before), astuple(now), strict=True)))

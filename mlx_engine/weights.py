@@ -146,7 +146,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """embed, head: bf16 [V, D]; norm: bf16 [D]."""
+    """embed, head: bf16 [V, D]; norm: bf16 [D].
+
+    Of several devices each has its columns of embed and its ids of head.
+    """
 
     embed: mx.array
     head: mx.array

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_engine.engram import primes_from
 from mlx_engine.tiny import tiny_config, write_tiny_checkpoint
 
-DS41 = (sys.executable, "-P", "-c", "from mlx_engine.cli.main import app; app()")
+DS41 = (sys.executable, "-P", "-c", "from mlx_engine.cli.start import main; main()")
 GREEDY = ("--effort", "off", "--temperature", "0", "--dtype", "float32")
 
 

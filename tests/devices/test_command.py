@@ -67,6 +67,13 @@ def test_tokens_are_drawn_the_same(env: dict[str, str]) -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_the_bench_measures_several(env: dict[str, str]) -> None:
+    options = ("--contexts", "20", "--tokens", "1", "--devices", "2")
+    result = ds41(env, "bench", "model", *options)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["devices"] == 2
+
+
 def host_file(folder: Path, hosts: Sequence[Mapping[str, object]], port: int) -> str:
     path = folder / "hosts.json"
     path.write_text(json.dumps({"hosts": hosts, "port": port}))

@@ -276,7 +276,7 @@ def test_the_shares_of_two_devices_make_the_whole(
     # the head; by columns: wo_b, w2 of the shared expert, Engram's wkv twice. Of stacked experts
     # the first axis is the expert: w1 and w3 by rows, w2 by columns.
     layers = len(whole.layers)
-    assert axes == {0: layers * 9 + 1, 1: layers * (4 + 4) + 4, 2: layers * 2}
+    assert axes == {0: layers * 9 + 1, 1: layers * (4 + 4) + 5, 2: layers * 2}
 
 
 def test_progress_rises_from_chunk_to_chunk_up_to_the_total(directory: Path) -> None:
