@@ -1,12 +1,17 @@
-"""The program's entry: imports the command line where a Ctrl-C already ends it quietly."""
+"""The program's entry and its end: an early Ctrl-C is quiet, and nothing holds the end up."""
 
 import os
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
 
-def main() -> None:
-    """Run `ds41`; its exit code for a Ctrl-C that comes before a command could see it is 130."""
+def main() -> NoReturn:
+    """Run `ds41` and end the process; 130 for a Ctrl-C that comes before a command could see it.
+
+    Neither threads nor destructors are waited for: MLX's wait for the device, and that may wait for
+    ever for another one which is gone.
+    """
     code: object = 0
     try:
         from mlx_engine.cli.main import app

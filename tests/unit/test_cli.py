@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 import mlx_engine
 from mlx_engine.cli.main import app
-from mlx_engine.cli.start import main
 from mlx_engine.errors import (
     BadRequest,
     CacheCorrupt,
@@ -231,14 +230,37 @@ def _read_terminal(leader: int) -> bytes:
         return b""
 
 
-def test_a_ctrl_c_before_the_command_is_there_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+def ended_by(statement: str) -> subprocess.CompletedProcess[str]:
+    """The entry, with a command line that does nothing but this."""
+    program = f"""
+import atexit, os, sys, threading, time
+from mlx_engine.cli import main, start
+def app():
+    {statement}
+main.app = app
+start.main()
+"""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    monkeypatch.setattr("mlx_engine.cli.main.app", interrupted)
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 130
+
+def test_a_ctrl_c_before_the_command_is_there_ends_quietly() -> None:
+    result = ended_by("raise KeyboardInterrupt")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(("code", "expected"), [("3", 3), ("0", 0), ("", 0)])
+def test_the_end_waits_for_nothing_but_what_was_written(code: str, expected: int) -> None:
+    result = ended_by(
+        "threading.Thread(target=time.sleep, args=(3600,)).start(); "
+        f"atexit.register(time.sleep, 3600); print('said'); sys.exit({code})"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (expected, "said\n", "")
+
+
+def test_an_output_that_nobody_reads_is_no_error_at_the_end() -> None:
+    result = ended_by("print('said'); os.close(1); sys.exit(0)")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_ctrl_c_while_an_extension_is_imported_ends_quietly(
