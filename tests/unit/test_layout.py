@@ -37,7 +37,7 @@ RANKS = (
     ("kernel_state_cases", "kernel_cases"),
     ("kernel_bench",),
     ("state", "state_transfer"),
-    ("chunk",),
+    ("chunk", "step_chunk"),
     ("model",),
     ("decoder",),
     ("session",),
