@@ -8,7 +8,8 @@ JSON. The peer runs on the same packed expert arrays.
 
 decode_N: steps of known tokens on the session's state, whose Engram rows were read before, none
 waited for; and whole steps of a session that draws the next token, with all reads, with and without
-the next step begun before its id is read.
+the next step begun before its id is read. Where enqueue_ms, until the last known step is handed
+over, is near step_ms, the GPU waits for the host.
 """
 
 import argparse
@@ -237,22 +238,25 @@ def _decode(
     """Steps that draw, then steps of known tokens after a copy of the state that they left."""
     drawn, alone = _drawn(session, ids[context]), _drawn(session, ids[context], begins=False)
     state, place = session.state.fork(session.state.checkpoint()), session.position
-    steps: list[float] = []
+    steps, enqueued = list[float](), list[float]()
     for repeat in range(REPEATS + 1):
         reads = [_read(engram, ids, place + n) for n in range(STEPS)]
         mx.synchronize()
         start = time.perf_counter()
         for n, rows in enumerate(reads):
             mx.async_eval(mx.argmax(decoder.step(ids[place + n], state, rows)))
+        handed_over = time.perf_counter()
         mx.synchronize()
         place += STEPS
-        # The first traces.
-        steps += [1e3 * (time.perf_counter() - start) / STEPS] if repeat else []
+        if repeat:  # the first traces
+            steps.append(1e3 * (time.perf_counter() - start) / STEPS)
+            enqueued.append(1e3 * (handed_over - start) / STEPS)
     # Others use the host, which only adds: the least disturbed repeat counts, as the peer's does.
     step = min(steps)
     return {
         "step_ms": step,
         "step_ms_all": steps,
+        "enqueue_ms": min(enqueued),
         "step_ms_sampled": drawn,
         "step_ms_sampled_not_begun": alone,
         "bubble_ms": drawn - step,

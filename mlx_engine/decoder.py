@@ -3,33 +3,32 @@
 A form of a step is traced once and replayed. What a position decides is an input of its graph, and
 rows that grow are seen up to the next multiple of VIEW_ROWS, so that a form lasts. A step is two
 graphs: what lies below the first Engram layer needs no table rows, so `begin` can hand it to the
-device before the token's id is on the host. The state stays the session's: its arrays go in, and
-what comes out takes their places.
+device before the token's id is on the host, and make the other graph's nodes meanwhile. The state
+stays the session's: its arrays go in, and what comes out takes their places.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from itertools import cycle
 from types import SimpleNamespace
 from typing import TypeAlias, cast
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
-from mlx_engine.chunk import Chunk
-from mlx_engine.config import TILE, ModelConfig
+from mlx_engine.config import TILE, EngramConfig
+from mlx_engine.cuda.host_slots import HostSlot, host_slots, padded
 from mlx_engine.engram import EngramRows
-from mlx_engine.layer_plan import LayerPlan
 from mlx_engine.model import Model
 from mlx_engine.ops.front import Ring
-from mlx_engine.ops.rope import Rotation, rope_frequencies
 from mlx_engine.state import GrowingRows, SessionState, Window
+from mlx_engine.step_chunk import RATIOS, Places, StepChunk
 
 VIEW_ROWS = 1024
 # Forms that are kept: those of two lengths and both parities, below and above.
 _KEPT_FORMS = 8
-_RATIOS = (1, 2)
+# Steps that may be under way, as far as their Engram rows go.
+_SLOTS = 8
 
 Arrays: TypeAlias = list[mx.array]
 # What the host gives and the state's arrays; what the next graph takes or the logits, and the
@@ -39,18 +38,24 @@ Graph: TypeAlias = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 @dataclass(frozen=True)
 class Begun:
-    """The lower part of a step whose id was not known: from which windows, and what it made."""
+    """A step whose id was not known: after which arrays of the state, and what was made of it.
+
+    `outputs` and `windows` are the lower graph's, `upper` the other's, once its form was compiled,
+    with what `slot` will hold of table rows.
+    """
 
     token: mx.array
     position: int
     given: Arrays
     outputs: Arrays
     windows: Arrays
+    slot: HostSlot | None
+    upper: tuple[Arrays, Arrays] | None
 
-    def is_of(self, token_id: int, position: int, windows: Arrays) -> bool:
-        """Whether this is the step with a token at a position after these very windows."""
-        same = all(a is b for a, b in zip(self.given, windows, strict=True))
-        return same and self.position == position and self.token.item() == token_id
+    def is_of(self, token_id: int, state: SessionState) -> bool:
+        """Whether this is the step of a state, as it is, with a token."""
+        same = all(a is b for a, b in zip(self.given, state.arrays(), strict=True))
+        return same and self.position == state.position and self.token.item() == token_id
 
 
 class Decoder:
@@ -65,11 +70,16 @@ class Decoder:
         self.traced = 0
         self._model = model
         self._graphs: dict[Hashable, Graph] = {}
-        self._place: tuple[int, mx.array] | None = None
+        self._places = Places(model.config)
+        self._slots: Iterator[HostSlot] | None = None
         engram, sources = model.config.engram, model.config.kv_source_layer_ids
         first = engram.layer_ids[0] if engram else 0
         # Rows that grow are written in place, which a step that does not come would not undo.
         self._lower = first if first <= min(sources) else 0
+        if self.is_on and engram is not None:
+            columns = engram.columns // model.devices.count
+            n_bytes = sum(padded(columns * width) for width in _widths(engram))
+            self._slots = cycle(host_slots(n_bytes * len(engram.layer_ids), _SLOTS))
 
     def fits(self, state: SessionState) -> bool:
         """Whether this makes the state's next step: with windows that are full."""
@@ -84,9 +94,13 @@ class Decoder:
         if self._lower == 0 or not self.fits(state):
             return None
         outputs, windows = self._run_lower(token, state)
-        given = _arrays(state)[: self._lower]
         mx.async_eval(*outputs, *windows)
-        return Begun(token, state.position, given, outputs, windows)
+        upper, slot = None, self._next_slot()
+        self._reserve(state)
+        # The first step of a form computes while it is made, and the rows are not there yet.
+        if self._form(state) in self._graphs:
+            upper = self._run_upper(outputs, slot, state)
+        return Begun(token, state.position, _arrays(state), outputs, windows, slot, upper)
 
     def step(
         self,
@@ -96,37 +110,57 @@ class Decoder:
         begun: Begun | None = None,
     ) -> mx.array:
         """Append a token, with the rows of its Engram layers: f32 logits [V], under way."""
-        config, at = self._model.config, state.position
-        if begun is not None and begun.is_of(token_id, at, _arrays(state)[: self._lower]):
-            carried, windows = begun.outputs, begun.windows
+        upper = None
+        if begun is not None and begun.is_of(token_id, state):
+            outputs, windows, slot, upper = begun.outputs, begun.windows, begun.slot, begun.upper
+            begun.given.clear()
         else:
-            carried, windows = self._run_lower(mx.array([token_id], mx.uint32), state)
-        for source, keys in state.index_keys.items():
-            for part in (state.compressed[source], keys.codes, keys.scales):
-                part.reserve(_seen((at + 1) // state.ratios[source]))
-        graph = self._graph(self._form(state), self._upper_graph, state)
-        inputs = [*carried, self._placed(at), *_packed(rows, config)]
-        (logits,), arrays = graph(inputs, _arrays(state)[self._lower :])
+            outputs, windows = self._run_lower(mx.array([token_id], mx.uint32), state)
+            slot = self._next_slot()
+        self._write(rows, slot)
+        if upper is None:
+            self._reserve(state)
+            upper = self._run_upper(outputs, slot, state)
+        (logits,), arrays = upper
+        if slot is not None:
+            slot.reader = logits
         # From here on nobody else holds the rows that grow, so they are written in place.
         _put(state, [*windows, *arrays])
         _advance(state)
-        del arrays
-        # What the next position decides crosses to the device beside this step's work.
-        ahead = mx.array(_inputs(config, at + 1)) + mx.array(0, mx.uint32)
-        self._place = at + 1, ahead
-        mx.async_eval(logits, ahead, *state.arrays())
+        del arrays, upper
+        mx.async_eval(logits, *state.arrays())
         return logits
+
+    def _next_slot(self) -> HostSlot | None:
+        return None if self._slots is None else next(self._slots)
+
+    def _write(self, rows: EngramRows | None, slot: HostSlot | None) -> None:
+        """Wait for the rows of all Engram layers: codes and scales of each."""
+        engram = self._model.config.engram
+        if engram is not None:
+            assert rows is not None and slot is not None
+            slot.write([part for layer in engram.layer_ids for part in rows.result(layer)])
+
+    def _reserve(self, state: SessionState) -> None:
+        """Make room for what the next step sees of rows that grow."""
+        for source, keys in state.index_keys.items():
+            for part in (state.compressed[source], keys.codes, keys.scales):
+                part.reserve(_seen((state.position + 1) // state.ratios[source]))
 
     def _run_lower(self, token: mx.array, state: SessionState) -> tuple[Arrays, Arrays]:
         """What the layers below the first Engram layer make of a token, and their windows."""
         graph = self._graph("lower", self._lower_graph, state)
-        inputs = [token.reshape(1), self._placed(state.position)]
+        inputs = [token.reshape(1), self._places.at(state.position)]
         return graph(inputs, _arrays(state)[: self._lower])
 
-    def _placed(self, position: int) -> mx.array:
-        if self._place is None or self._place[0] != position:
-            self._place = position, mx.array(_inputs(self._model.config, position))
-        return self._place[1]
+    def _run_upper(
+        self, outputs: Arrays, slot: HostSlot | None, state: SessionState
+    ) -> tuple[Arrays, Arrays]:
+        """The logits [V] after the other layers, and the arrays of the state from their own on."""
+        graph = self._graph(self._form(state), self._upper_graph, state)
+        memory = [] if slot is None else [slot.array]
+        inputs = [*outputs, self._places.at(state.position), *memory]
+        return graph(inputs, _arrays(state)[self._lower :])
 
     def _graph(
         self, form: Hashable, make: Callable[[SessionState], Graph], state: SessionState
@@ -152,7 +186,7 @@ class Decoder:
         lengths = [after // state.ratios[source] for source in state.compressed]
         block, blocks = config.candidate_block_size, config.candidate_topk_blocks
         return (
-            after % max(_RATIOS),
+            after % max(RATIOS),
             *(_seen(n) for n in lengths),
             *(n > config.index_topk for n in lengths),
             *(-(-n // block) > blocks for n in lengths),
@@ -164,7 +198,7 @@ class Decoder:
 
         def graph(inputs: Arrays, windows: Arrays) -> tuple[Arrays, Arrays]:
             token, place = inputs
-            chunk = _Step(model.config, counts.position + 1, place)
+            chunk = StepChunk(model.config, counts.position + 1, place)
             given = _given(counts, chunk, windows)
             streams, pre = model.embedded(mx.broadcast_to(token, (1, model.config.hc_mult)))
             for layer in range(lower):
@@ -182,7 +216,7 @@ class Decoder:
 
         def graph(inputs: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
             streams, pre, place, *memory = inputs
-            chunk = _Step(model.config, counts.position + 1, place)
+            chunk = StepChunk(model.config, counts.position + 1, place)
             given = _given(counts, chunk, arrays, lower)
             rows = _unpacked(memory, model)
             entered = model.enter(lower, streams, pre, chunk, rows)
@@ -193,34 +227,9 @@ class Decoder:
                     entered = model.between(output, layer + 1, chunk, rows)
                 else:
                     streams, pre = output.written(), output.mixing.pre
-            return [model.head(streams, pre)[0]], _arrays(given)[lower:]
+            return [model.head(streams, pre).reshape(-1)], _arrays(given)[lower:]
 
         return graph
-
-
-class _Step(Chunk):
-    """A single token's chunk, of what `_inputs` made."""
-
-    def __init__(self, config: ModelConfig, end: int, place: mx.array) -> None:
-        R, counts = config.qk_rope_head_dim, len(_RATIOS)
-        turns, integers = place[: 6 * R].view(mx.float32), place[6 * R :].view(mx.int32)
-        plain, compressed, self._group = (
-            Rotation(*(turns[first + i : first + i + R].reshape(1, -1, 2) for i in (0, R)))
-            for first in range(0, 6 * R, 2 * R)
-        )
-        super().__init__(config, end, plain, compressed)
-        self.slot = integers[:1].reshape(())
-        self._visible = {ratio: integers[1 + i :][:1] for i, ratio in enumerate(_RATIOS)}
-        self.ends = {ratio: integers[1 + counts + i :][:1] for i, ratio in enumerate(_RATIOS)}
-
-    def at_groups(self, first: int, groups: int, ratio: int) -> Rotation:
-        return self._group if ratio > 1 else self.compressed
-
-    def visible(self, plan: LayerPlan, queries: int) -> mx.array:
-        return self._visible[plan.ratio]
-
-    def start(self, *arrays: mx.array) -> None:
-        """Nothing is computed while a graph is traced."""
 
 
 class _Window(Window):
@@ -260,7 +269,7 @@ def _counts(state: SessionState) -> SessionState:
     return made
 
 
-def _given(counts: SessionState, chunk: _Step, arrays: Arrays, first: int = 0) -> SessionState:
+def _given(counts: SessionState, chunk: StepChunk, arrays: Arrays, first: int = 0) -> SessionState:
     """The state as a graph sees it, with its arrays from the `first` on."""
     given = _copied(counts)
     given.windows = list[Window](_Window(window, chunk.slot) for window in given.windows)
@@ -318,39 +327,6 @@ def _seen(length: int) -> int:
     return -(-length // VIEW_ROWS) * VIEW_ROWS
 
 
-def _inputs(config: ModelConfig, position: int) -> NDArray[np.uint32]:
-    """What a position decides, 4 bytes each: rotations f32, then slot, counts and ends int32."""
-    group = position // 2 * 2
-    turns = [(position, config.rope_theta, None)]
-    turns += [(at, config.compress_rope_theta, config.yarn) for at in (position, group)]
-    numbers: list[NDArray[np.float32]] = []
-    for at, theta, yarn in turns:
-        angles = np.float32(at) * rope_frequencies(config.qk_rope_head_dim, theta, yarn)
-        cos, sin = np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)
-        numbers.append(np.stack([cos, cos, -sin, sin]).reshape(2, 2, -1).swapaxes(1, 2).ravel())
-    integers = [
-        position % config.sliding_window,
-        *((position + 1) // ratio for ratio in _RATIOS),
-        *(position // ratio for ratio in _RATIOS),
-    ]
-    turned = np.concatenate(numbers).astype(np.float32).view(np.uint32)
-    return np.concatenate([turned, np.array(integers, np.uint32)])
-
-
-def _packed(rows: EngramRows | None, config: ModelConfig) -> Arrays:
-    """The rows of all Engram layers in one array, for one crossing: codes and scales of each."""
-    if config.engram is None:
-        return []
-    assert rows is not None
-    parts = [part.ravel() for layer in config.engram.layer_ids for part in rows.result(layer)]
-    packed = np.zeros(sum(_padded(part.size) for part in parts), np.uint8)
-    first = 0
-    for part in parts:
-        packed[first : first + part.size] = part
-        first += _padded(part.size)
-    return [mx.array(packed)]
-
-
 def _unpacked(memory: Arrays, model: Model) -> EngramRows | None:
     config = model.config
     if config.engram is None:
@@ -359,13 +335,13 @@ def _unpacked(memory: Arrays, model: Model) -> EngramRows | None:
     pairs: dict[int, list[mx.array]] = {}
     for layer in config.engram.layer_ids:
         pairs[layer] = []
-        for width in (config.engram.head_dim, config.engram.head_dim // TILE):
+        for width in _widths(config.engram):
             part = memory[0][first : first + columns * width]
             pairs[layer].append(part.reshape(1, columns, width))
-            first += _padded(columns * width)
+            first += padded(columns * width)
     return cast(EngramRows, SimpleNamespace(result=pairs.__getitem__))
 
 
-def _padded(n_bytes: int) -> int:
-    """As far as the next place where kernels may load 16 bytes."""
-    return -(-n_bytes // 16) * 16
+def _widths(engram: EngramConfig) -> tuple[int, int]:
+    """Bytes of a row's codes and scales."""
+    return engram.head_dim, engram.head_dim // TILE

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_engine.chunk import Chunk
 from mlx_engine.config import ModelConfig
@@ -183,10 +184,9 @@ class Model:
             assert engram_rows is not None
             # The layers below compute while the rows arrive.
             chunk.start(streams, pre)
-            codes, scales = engram_rows.result(layer)
-            rows = mx.array(codes), mx.array(scales)
+            codes, scales = (_as_array(part) for part in engram_rows.result(layer))
             eps = self.config.rms_norm_eps
-            streams = engram_gate(streams, *rows, w.engram, eps, self.devices)
+            streams = engram_gate(streams, codes, scales, w.engram, eps, self.devices)
         return Boundary(streams, *mhc_enter(streams, pre, self._sublayer(w.hc_attn, w.attn_norm)))
 
     def between(
@@ -393,3 +393,8 @@ class Model:
         chunk.selections[plan.layer] = rows
         if blocks is not None:
             chunk.candidates = blocks
+
+
+def _as_array(part: mx.array | NDArray[np.uint8]) -> mx.array:
+    """Of an array of the device no copy, for which `mx.array` would take a launch."""
+    return part if isinstance(part, mx.array) else mx.array(part)

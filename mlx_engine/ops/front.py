@@ -236,7 +236,9 @@ def _attention_front_metal(
     if ring is not None:
         assert rows == 1, f"a ring takes one row, not {rows}"
         kernel, rows = _attention_front_in_ring, ring.rows.shape[0]
-        inputs += [ring.rows, mx.array(ring.slot)]
+        # `mx.array` of an array would take a launch to copy it.
+        slot = ring.slot if isinstance(ring.slot, mx.array) else mx.array(ring.slot)
+        inputs += [ring.rows, slot]
     normed, packed = kernel(
         inputs,
         template=[("T", kv.dtype), ("L", L), ("D", D), ("R", _rotated(at))],

@@ -6,6 +6,7 @@ metal/sampling.metal: three launches for a draw, six with top-p.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -200,7 +201,7 @@ def draw_metal(
     """`draw` in three launches, or six if top_p is below 1."""
     (V,) = logits.shape
     P = parts_of(V)
-    rule = mx.array([temperature, _log(min_p), max(top_p, _LEAST_TOP_P)])
+    rule = _rule(temperature, top_p, min_p)
     (maxima,) = _launch(_GREATEST, (logits,), P, [(P,)], [mx.float32])
     known = (logits, maxima, rule)
     candidates = [(P,)] * 2, [mx.float32, mx.uint32]
@@ -233,6 +234,12 @@ def _launch(
         shapes=shapes,
         dtypes=dtypes,
     )
+
+
+@lru_cache(maxsize=8)
+def _rule(temperature: float, top_p: float, min_p: float) -> mx.array:
+    """Kept, since what the host has just made a GPU waits for."""
+    return mx.array([temperature, _log(min_p), max(top_p, _LEAST_TOP_P)])
 
 
 @launch.probe("sampling")

@@ -1,5 +1,6 @@
 """What only an NVIDIA GPU can show: every family's kernels agree with its reference there."""
 
+import ctypes
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_engine import Engine, load, open_model
+from mlx_engine.cuda.host_slots import host_slots
 from mlx_engine.cuda.kernels import CudaKernels
 from mlx_engine.decoder import Decoder
 from mlx_engine.diskcache.cache import DiskCache
@@ -27,6 +29,9 @@ from mlx_engine.tiny import tiny_config as tiny_checkpoint_config
 from mlx_engine.tiny import write_tiny_checkpoint
 from tests.engine.support import build, tiny_config
 from tests.engine.timelines import next_token, tokens_of
+
+# Of the driver's cuMemRangeGetAttribute.
+_PREFERRED_LOCATION, _HOST = 2, -1
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,6 +85,24 @@ def test_compiled_steps_are_those_of_the_model() -> None:
             assert np.allclose(ours.step(token), plain.step(token), rtol=1e-2, atol=1e-2)
     # Below the Engram layer one form, above it one for each parity.
     assert decoder.traced == 3
+
+
+def test_what_the_host_writes_stays_with_it() -> None:
+    slot, _ = host_slots(5000, 2)
+    memory = cast(NDArray[np.uint8], np.array(slot.array, copy=False))
+    location = ctypes.c_int()
+    code = ctypes.CDLL("libcuda.so.1").cuMemRangeGetAttribute(
+        ctypes.byref(location),
+        ctypes.c_size_t(4),
+        ctypes.c_int(_PREFERRED_LOCATION),
+        ctypes.c_uint64(memory.ctypes.data),
+        ctypes.c_size_t(memory.nbytes),
+    )
+    assert (code, location.value) == (0, _HOST)
+    for n in range(1, 4):
+        slot.write([np.full(5000, n, np.uint8)])
+        slot.reader = slot.array[:5000].sum()
+        assert slot.reader.item() == 5000 * n
 
 
 PROMPTS = [[3 + (7 + 4 * n) * i % 200 for i in range(300)] for n in (0, 1)]

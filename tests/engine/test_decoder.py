@@ -116,6 +116,34 @@ def test_a_step_goes_on_from_what_was_begun_for_it(monkeypatch: pytest.MonkeyPat
         mx.enable_compile()
 
 
+def test_more_steps_are_begun_than_rows_have_slots() -> None:
+    mx.disable_compile()
+    try:
+        subject = load(tiny_config(), 0)
+        model, window = subject.model, subject.model.config.sliding_window
+        compiled = Decoder(model, is_on=True)
+        first = Session(model, subject.reader, prefill="full", decoder=compiled)
+        plain = Session(model, subject.reader, prefill="full")
+        for session in (first, plain):
+            session.sync(list(range(3, 3 + 2 * window)))
+        # Both graphs of the form are known from here on, so that a begun step is made but for rows.
+        for token in (5, 6):
+            first.begin_step(mx.array(token, mx.uint32))
+            first.step(token)
+            plain.step(token)
+        for session in (first, plain):
+            session.keep_checkpoint()
+        forks, plain_forks = (
+            [session.fork(session.checkpoints[-1]) for _ in range(11)] for session in (first, plain)
+        )
+        for token, fork in enumerate(forks, 7):
+            fork.begin_step(mx.array(token, mx.uint32))
+        for token, (fork, right) in enumerate(zip(forks, plain_forks, strict=True), 7):
+            assert np.allclose(fork.step(token), right.step(token), rtol=1e-4, atol=1e-4)
+    finally:
+        mx.enable_compile()
+
+
 def test_a_plain_session_never_uses_it() -> None:
     subject = load(tiny_config(), 0)
     session = Session(subject.model, subject.reader)

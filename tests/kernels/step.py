@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mlx_engine.checkpoint import Checkpoint
 from mlx_engine.config import TILE, ModelConfig
+from mlx_engine.decoder import Decoder
 from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram import EngramReader, EngramRows, Rows
 from mlx_engine.inventory import tensor_specs
@@ -32,8 +33,12 @@ Make = Callable[[str, Sequence[int], mx.Dtype], mx.array]
 _SPARE_ROWS = 64
 
 
-def decode_step(config: ModelConfig, context_tokens: int, sampling: Sampling) -> list[Launch]:
+def decode_step(
+    config: ModelConfig, context_tokens: int, sampling: Sampling, *, by_decoder: bool = False
+) -> list[Launch]:
     """The launches that follow `context_tokens` tokens with one more and draw the next.
+
+    Those of the graphs that are compiled for CUDA `by_decoder`, as on a Mac.
 
     A launch's `source` is its layer: the highest whose weights or state it depends on; -1 for what
     comes before the layers, the number of layers for the head and the draw.
@@ -53,7 +58,7 @@ def decode_step(config: ModelConfig, context_tokens: int, sampling: Sampling) ->
             return given[name]
 
         model = Model(config, lay_out_weights(config, take), mx.bfloat16)
-        session = Session(model, engram)
+        session = Session(model, engram, decoder=Decoder(model, is_on=by_decoder))
         _fill(session.state, config, context_tokens, take)
         session.restore([0] * context_tokens, session.state)
         token = Sampler(sampling)(session.step(0))

@@ -169,6 +169,16 @@ def test_a_step_has_few_launches(context_tokens: int, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("context_tokens", CONTEXTS)
+def test_a_compiled_step_copies_nothing(context_tokens: int) -> None:
+    found = decode_step(released(), context_tokens, SAMPLINGS["greedy"], by_decoder=True)
+    of_mlx = Counter(f.name for f in found if f.kernel is None)
+    print(len(found), of_mlx)
+    # The embedding, three parts of every source's row, the choice of the token.
+    appended = 3 * len(released().kv_source_layer_ids)
+    assert of_mlx == {"Gather": 1, "ScatterAxis": appended, "ArgReduce": 1}
+
+
+@pytest.mark.parametrize("context_tokens", CONTEXTS)
 def test_a_step_moves_little_more_than_it_must(context_tokens: int) -> None:
     least = floor_bytes(released()) + state_read_bytes(released(), context_tokens + 1)
     moved = sum(traffic(f).unique_bytes for f in step(context_tokens, "greedy"))

@@ -1,5 +1,7 @@
 """One Engram table: the rows read, the bytes touched, the bound of the cache, the failures."""
 
+import os
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +158,28 @@ def test_neighbours_are_one_read(shared: Table, preads: list[tuple[int, int]]):
     assert sorted(preads) == [
         (WEIGHT_OFFSET + first * HEAD_DIM, n * HEAD_DIM) for first, n in ((0, 1), (5, 4), (20, 1))
     ] + [(SCALE_OFFSET + first * 2, n * 2) for first, n in ((0, 1), (5, 4), (20, 1))]
+    table.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for bytes ahead")
+def test_a_steps_rows_are_all_asked_for_before_one_is_read(
+    shared: Table, preads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[int, int]] = []
+
+    def noting(fd: int, offset: int, n_bytes: int, advice: int) -> None:
+        assert (advice, preads) == (os.POSIX_FADV_WILLNEED, [])
+        asked.append((offset, n_bytes))
+
+    monkeypatch.setattr(os, "posix_fadvise", noting)
+    table = shared.open()
+    shared.check(table, np.array([[5, 900, 901, 7, 2_999]]))
+    assert sorted(asked) == sorted(preads) and len(asked) == 2 * 4
+    preads.clear()
+    # Without it threads read, as they do many rows.
+    monkeypatch.setattr(engram_table, "_FEW_RUNS", 0)
+    shared.check(table, np.array([[5, 900, 901, 7, 2_999]]))
+    assert sorted(preads) == sorted(asked)
     table.close()
 
 

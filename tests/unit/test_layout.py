@@ -39,7 +39,7 @@ RANKS = (
     ("kernel_state_cases", "kernel_cases"),
     ("kernel_bench",),
     ("state", "state_transfer"),
-    ("chunk",),
+    ("chunk", "step_chunk"),
     ("model",),
     ("decoder",),
     ("session", "full_logits"),
