@@ -107,7 +107,8 @@ def serve_command(
 
     Ctrl-C, SIGTERM and SIGHUP end open answers with an error that tells clients
     to try again, and keep what was computed up to the last place that can be
-    resumed; a second one waits for nothing.
+    resumed; a second one leaves at once, with exit code 130, and loses what
+    is not on disk yet.
 
     Examples:
 
