@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_engine.cli.folders import cache_directory, model_directory
-from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
+from mlx_engine.cli.kv_disk import SPACE, check_named, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.options import (
     ContextOption,
     DiskDirOption,
@@ -141,6 +141,7 @@ def serve_command(
     )
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     opened = open_model(model_directory(model), context_tokens=ctx)
+    check_named(kv_disk_dir, kv_space_bytes)
     listener = listen(host, port)
 
     @contextmanager

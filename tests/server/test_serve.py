@@ -254,10 +254,12 @@ def test_a_restart_goes_on_from_the_disk(tmp_path: Path) -> None:
     [
         (["--host", "0.0.0.0"], "--api-key"),
         (["--host", "192.168.7.7"], "--api-key"),
+        (["--api-key", ""], "the API key is empty"),
         (["--api-key", " "], "the API key is empty"),
         (["--api-key", "two words"], "no header can carry it"),
         (["--api-key", "schlüssel"], "no header can carry it"),
         (["--allow-origin", "app.example"], "the origin 'app.example' is none"),
+        (["--allow-origin", "*"], "the origin '*' is none: give scheme, name and port"),
         (["--port", "65536"], "--port"),
         (["--max-queued", "0"], "--max-queued"),
         (["--kv-disk-space", "much"], "the size 'much' cannot be read"),
