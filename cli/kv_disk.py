@@ -49,6 +49,20 @@ def kv_directory(named: str | None) -> Path | None:
     return None if named == "none" else expanded(Path(named))
 
 
+def check_named(named: str | None, space_bytes: int) -> None:
+    """Make the folder that --kv-disk-dir names. Raises CacheUnusable where it cannot be a cache's.
+
+    One that nobody has named need not be usable: the work goes on without.
+    """
+    directory = None if named is None else kv_directory(named)
+    if directory is None:
+        return
+    from mlx_engine.diskcache.files import Files
+    from mlx_engine.diskcache.store import Store
+
+    Store.open(directory, Files(), space_bytes, None).close()
+
+
 @contextmanager
 def kv_disk(
     opened: "OpenModel",

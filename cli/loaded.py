@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mlx_engine.cli.devices import Spread
 from mlx_engine.cli.folders import cache_directory, model_directory
-from mlx_engine.cli.kv_disk import kv_directory, kv_disk, parse_bytes
+from mlx_engine.cli.kv_disk import check_named, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.signals import Signals
 from mlx_engine.cli.terminal import Terminal
 
@@ -45,6 +45,7 @@ def loaded_engine(
         with terminal.loading() as on_progress:
             opened = open_model(directory, context_tokens=ctx)
             opened.check(request)
+            check_named(kv_disk_dir, kv_space_bytes)
             disk_cache = stack.enter_context(
                 kv_disk(opened, dtype, kv_folder, kv_space_bytes, signals.numbers)
             )

@@ -15,7 +15,7 @@ import typer
 
 from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
 from mlx_engine.cli.folders import cache_directory, model_directory
-from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
+from mlx_engine.cli.kv_disk import SPACE, check_named, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.options import (
     ContextOption,
     DiskDirOption,
@@ -112,7 +112,8 @@ def serve_command(
 
     Ctrl-C, SIGTERM and SIGHUP end open answers with an error that tells clients
     to try again, and keep what was computed up to the last place that can be
-    resumed; a second one waits for nothing.
+    resumed; a second one leaves at once, with exit code 130, and loses what
+    is not on disk yet.
 
     Examples:
 
@@ -146,6 +147,7 @@ def serve_command(
     spread = Spread.of(devices, hosts, stall_timeout)
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     opened = open_model(model_directory(model), context_tokens=ctx)
+    check_named(kv_disk_dir, kv_space_bytes)
     listener = listen(host, port)
 
     @contextmanager

@@ -36,7 +36,9 @@ _LOG_S = 10.0
 
 _STOPPED = "the server is shutting down: send the request again when it is back"
 
-_FAILED = "the model could not be loaded: see the log of the server"
+_NOT_LOADED = "the model could not be loaded: see the log of the server"
+
+_FAILED = "the engine has failed: see the log of the server, and start it again"
 
 
 class AnsweringEngine(Protocol):
@@ -51,7 +53,9 @@ class AnsweringEngine(Protocol):
 
     def respond(self, request: Request, *, cancelled: Callable[[], bool]) -> Generator[Event]: ...
 
-    def save_piece(self) -> bool: ...
+    def save_piece(self) -> bool:
+        """Hand the disk cache a piece of what waits for it; whether any did. Never raises."""
+        ...
 
 
 # Loads an engine; told of bytes read and in all. Entered and left in the worker's thread.
@@ -145,12 +149,13 @@ class Worker:
             if self._is_stopping:
                 raise Stopped(_STOPPED)
             if self.error is not None:
-                raise Stopped(_FAILED)
+                raise self._failure
             # Those that are about to be taken up do not wait.
             n_waiting = max(len(self._queue) + len(self._active) - self._max_active, 0)
             if n_waiting >= self._max_queued:
                 self.counts.refused += 1
-                raise Overloaded(f"{n_waiting} requests are waiting already: try again later")
+                are = "request is" if n_waiting == 1 else "requests are"
+                raise Overloaded(f"{n_waiting} {are} waiting already: try again later")
 
     def jobs(self) -> list[Job]:
         """The jobs at work, then those that wait, in their order."""
@@ -166,12 +171,12 @@ class Worker:
         """Refuse what comes, and end every answer with Stopped; what was computed is kept."""
         with self._changed:
             self._is_stopping = True
-            jobs = self.jobs()
+            for job in self.jobs():
+                # Ahead of the end that follows once it is cancelled.
+                job.put(Failed(Stopped(_STOPPED)))
+                job.is_cancelled = True
             self._queue.clear()
             self._changed.notify()
-        for job in jobs:
-            job.is_cancelled = True
-            job.put(Failed(Stopped(_STOPPED)))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """`stop`, then wait until the engine is closed; False when it took too long."""
@@ -207,7 +212,11 @@ class Worker:
                 self._queue.clear()
             self._set_state("failed")
             for job in jobs:
-                job.put(Failed(Stopped(_FAILED)))
+                job.put(Failed(self._failure))
+
+    @property
+    def _failure(self) -> Stopped:
+        return Stopped(_NOT_LOADED if self.engine is None else _FAILED)
 
     def _set_state(self, state: WorkerState) -> None:
         self.state = state
@@ -224,7 +233,8 @@ class Worker:
                 self._save(engine)
                 with self._changed:
                     self._changed.wait_for(self._has_work)
-                    if self._is_stopping:
+                    # Those at work are cancelled by then, and end at their next step.
+                    if self._is_stopping and not self._active:
                         return
                     self._admit(engine)
                     active = self._next()
@@ -232,7 +242,7 @@ class Worker:
         finally:
             for active in [*self._active]:
                 self._leave(active)
-                active.job.put(Failed(Stopped(_STOPPED)))
+                active.job.put(Failed(self._failure))
 
     def _save(self, engine: AnsweringEngine) -> None:
         """While nobody asks, let the disk cache have what waits for it."""

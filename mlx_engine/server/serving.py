@@ -1,13 +1,15 @@
 """The server's process: its socket, its signals, and its end.
 
 Owns how requests are drained when a signal comes: nothing new is taken, open streams end with an
-error event, the worker closes its engine. A second signal waits for nothing.
+error event, the worker closes its engine. A second signal ends the process where it is.
 """
 
 import logging
+import os
 import signal
 import socket
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,6 +24,12 @@ _DRAIN_S = 10
 
 # Clients keep connections for later; one that is closed under their hands is an error to them.
 _KEEP_CONNECTION_S = 120
+
+# Who waits for a thread on every system sees a signal between two looks at it.
+_LOOK_S = 0.1
+
+# As a shell has it of a program that Ctrl-C ended.
+_LEFT_CODE = 130
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -50,7 +58,8 @@ def address_of(listener: socket.socket) -> str:
 class Serving:
     """Serves an application on a socket until a signal comes, or the worker fails.
 
-    To be run in the main thread, which the signals reach.
+    To be run in the main thread, which the signals reach, of a process that ends then: it heeds
+    them to its very end.
     """
 
     def __init__(self, app: ASGIApp, worker: Worker, listener: socket.socket) -> None:
@@ -74,19 +83,17 @@ class Serving:
         """Serve. Raises what ended the worker, if that was not a signal."""
         # The library's own messages repeat what ours say.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # A terminal that closes is one more signal, unless it is to be outlived (nohup).
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._server.handle_exit)
         self._worker.start()
-        # A terminal that closes is one more signal, unless it is to be outlived (nohup).
-        is_heeded = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-        if is_heeded:
-            signal.signal(signal.SIGHUP, self._server.handle_exit)
         try:
             self._server.run([self._listener])
         finally:
-            if is_heeded:
-                signal.signal(signal.SIGHUP, signal.SIG_DFL)
             self._listener.close()
-            if not self._worker.close(0 if self._server.force_exit else None):
-                log.warning("the engine was left at work")
+            while not self._worker.close(_LOOK_S):
+                pass
         if self._worker.error is not None:
             raise self._worker.error
 
@@ -99,15 +106,32 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
         self._worker = worker
+        self._signal: signal.Signals | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
-            return
-        log.info("%s: open answers end here", signal.Signals(sig).name)
+        if self._signal is not None:
+            _leave()
+        self._signal = signal.Signals(sig)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._signal is not None:
+            log.info(
+                "%s: open answers end here, and the piece in hand is finished; "
+                "Ctrl-C again leaves at once",
+                self._signal.name,
+            )
         # Streams that have been told of the end close by themselves.
         self._worker.stop()
         await super().shutdown(sockets)
+
+
+def _leave() -> NoReturn:
+    """End the process, whatever is at work in it.
+
+    An interpreter that ends in order would take the device from under the worker's thread.
+    """
+    try:
+        log.warning("left at once: what was not on disk yet is lost")
+    finally:
+        os._exit(_LEFT_CODE)

@@ -14,14 +14,14 @@ from typer.testing import CliRunner, Result
 from mlx_engine.cli.main import app
 
 LONG = "word " * 50
+COMMAND = ("run", "--json", "--effort", "off", "--max-tokens", "8", "--seed", "3")
 
 
 pytestmark = pytest.mark.usefixtures("no_model_is_named")
 
 
 def run(prompt: str, folder: Path | str, *args: str) -> Result:
-    command = ("run", prompt, "--json", "--effort", "off", "--max-tokens", "8", "--seed", "3")
-    result = CliRunner().invoke(app, [*command, "--kv-disk-dir", str(folder), *args])
+    result = CliRunner().invoke(app, [*COMMAND, prompt, "--kv-disk-dir", str(folder), *args])
     assert result.exit_code == 0, result.output
     return result
 
@@ -67,16 +67,38 @@ def test_without_a_folder_nothing_is_kept(cache: Path) -> None:
     assert all(name.startswith(("token_map-", "shard_digests-")) for name in new)
 
 
-def test_a_folder_that_cannot_be_used_is_said_and_the_answer_comes(tmp_path: Path) -> None:
+def test_the_own_folder_that_cannot_be_used_is_said_and_the_answer_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "elsewhere"
     target.mkdir()
-    link = tmp_path / "kv"
-    link.symlink_to(target)
-    result = run(LONG, link)
-    assert fields(result)["completion_tokens"] == 8
+    monkeypatch.setenv("DS41_CACHE_DIR", str(tmp_path))
+    (tmp_path / "kv").symlink_to(target)
+    result = CliRunner().invoke(app, ["chat", "--no-thinking", "--max-tokens", "8"], input="Hi\n")
+    assert result.exit_code == 0 and result.stdout, result.output
     said = [line for line in result.stderr.splitlines() if "the disk cache is off" in line]
-    assert len(said) == 1 and str(link) in said[0]
+    assert len(said) == 1 and str(tmp_path / "kv") in said[0]
     assert os.listdir(target) == []
+
+
+@pytest.mark.parametrize("command", [["run", "Hi"], ["chat"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize("kind", ["file", "beneath a file", "link"])
+def test_a_named_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], kind: str
+) -> None:
+    monkeypatch.delattr("mlx_engine.loading.OpenModel.load")
+    at = tmp_path / "kv"
+    if kind == "link":
+        at.symlink_to(tmp_path)
+    else:
+        at.write_text("mine")
+    folder = at / "kv" if kind == "beneath a file" else at
+    result = CliRunner().invoke(app, [*command, "--kv-disk-dir", str(folder)], input="Hi\n")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("ds41: ") and str(folder) in said and "--kv-disk-dir" in said
+    assert os.listdir(tmp_path) == ["kv"]
+    assert kind == "link" or at.read_text() == "mine"
 
 
 def test_a_folder_full_of_other_files_is_said(tmp_path: Path) -> None:
@@ -96,8 +118,9 @@ def test_a_folder_of_somebodys_files_is_refused_as_it_is(tmp_path: Path) -> None
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     (folder / "thesis.txt").write_text("mine")
-    result = run("Hi", folder)
-    (said,) = [line for line in result.stderr.splitlines() if "the disk cache is off" in line]
+    result = CliRunner().invoke(app, ["run", "Hi", "--kv-disk-dir", str(folder)])
+    said = result.stderr.splitlines()[-1]
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "thesis.txt" in said
     assert folder.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in folder.rglob("*")] == ["thesis.txt"]

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -26,9 +27,28 @@ from mlx_engine.server.serving import address_of, listen
 from mlx_engine.tiny import tiny_checkpoint
 from tests.server.support import PATIENCE_S, messages_body, sent_events
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.main import app; app()"]
+PYTHON = [sys.executable, "-W", "error", "-c"]
+COMMAND = [*PYTHON, "from mlx_engine.cli.main import app; app()"]
 PATIENT_S = 120
 SECRET = "zanzibar"
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+# An engine whose step never ends, and says on the output that it has begun.
+ENDLESS = """
+import mlx.core as mx
+from mlx_engine.engine import Engine
+
+def respond(self, request, *, cancelled):
+    print("at work", flush=True)
+    while True:
+        mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
+    yield
+
+Engine.respond = respond
+from mlx_engine.cli.main import app; app()
+"""
+# As a shell without job control starts what is to go on in the background.
+IN_BACKGROUND = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +64,15 @@ def no_model_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DS41_MODEL", "DS41_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS41_CACHE_DIR", str(cache))
+
+
+@pytest.fixture(autouse=True)
+def signals_are_the_tests_own() -> Generator[None]:
+    """A server in this process would keep them."""
+    before = {number: signal.getsignal(number) for number in (INT, TERM, HUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def ds41(*args: str) -> Result:
@@ -82,9 +111,9 @@ class Program:
 
 
 @contextmanager
-def running(*args: str) -> Generator[Program]:
-    command = [*COMMAND, "serve", "--port", "0", *args]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def running(*args: str, command: Sequence[str] = COMMAND) -> Generator[Program]:
+    words = [*command, "serve", "--port", "0", *args]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             variables: dict[str, str] = {}
@@ -143,6 +172,36 @@ def test_a_terminal_that_closes_ends_it_like_sigterm() -> None:
     assert "SIGHUP: open answers end here" in program.errors and "stopped" in program.errors
 
 
+@pytest.mark.parametrize(
+    ("signals", "is_told", "prefix"),
+    [
+        *(((first, second), True, ()) for first, second in product((INT, TERM), repeat=2)),
+        ((HUP, HUP), True, ()),
+        # At once: nothing has been done about the first one.
+        ((TERM, INT), False, ()),
+        ((INT, INT), True, IN_BACKGROUND),
+    ],
+)
+def test_a_second_signal_waits_for_nothing(
+    signals: tuple[int, int], is_told: bool, prefix: tuple[str, ...]
+) -> None:
+    first, second = signals
+    command = (*prefix, *PYTHON, ENDLESS)
+    with running("--kv-disk-dir", "none", command=command) as program:
+        assert program.process.stdout is not None and program.process.stderr is not None
+        url = urlsplit(program.address)
+        with closing(http.client.HTTPConnection(url.netloc, timeout=PATIENT_S)) as connection:
+            connection.request("POST", "/v1/messages", json.dumps(messages_body(stream=True)))
+            assert program.process.stdout.readline() == b"at work\n"
+            program.process.send_signal(first)
+            for line in program.process.stderr if is_told else ():
+                if b"leaves at once" in line:
+                    break
+            assert program.stop(second) == 130
+    assert program.errors.splitlines()[-1].startswith("ds41: left at once")
+    assert "Traceback" not in program.errors
+
+
 def create(client: anthropic.Anthropic, **options: Any) -> anthropic.types.Message:
     return cast(anthropic.types.Message, client.messages.create(**options))
 
@@ -195,10 +254,12 @@ def test_a_restart_goes_on_from_the_disk(tmp_path: Path) -> None:
     [
         (["--host", "0.0.0.0"], "--api-key"),
         (["--host", "192.168.7.7"], "--api-key"),
+        (["--api-key", ""], "the API key is empty"),
         (["--api-key", " "], "the API key is empty"),
         (["--api-key", "two words"], "no header can carry it"),
         (["--api-key", "schlüssel"], "no header can carry it"),
         (["--allow-origin", "app.example"], "the origin 'app.example' is none"),
+        (["--allow-origin", "*"], "the origin '*' is none: give scheme, name and port"),
         (["--port", "65536"], "--port"),
         (["--max-queued", "0"], "--max-queued"),
         (["--kv-disk-space", "much"], "the size 'much' cannot be read"),

@@ -1,5 +1,6 @@
 """`/status`, and `ds41 ps` that shows it, also of what is no server of ours."""
 
+import socket
 import threading
 from typing import Any
 
@@ -91,6 +92,50 @@ def test_no_word_of_a_parser_is_shown(said: bytes) -> None:
     )
 
 
+COMMANDS = pytest.mark.parametrize("command", [["ps"], ["launch", "claude"], ["chat"]])
+
+
+def refusal(command: list[str], url: str) -> str:
+    """What a command says of a server that it cannot use, but for the server's address."""
+    result = CliRunner().invoke(app, [*command, "--url", url], input="Hi\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = f"ds41: {url} does not answer as ds41 serve does "
+    assert result.stderr.startswith(said) and result.stderr.count("\n") == 1
+    return result.stderr.removeprefix(said).rstrip()
+
+
+@COMMANDS
+def test_a_path_that_is_too_much_is_named(command: list[str]) -> None:
+    with serving(ScriptedEngine("so")) as server, on_port(server.app) as address:
+        said = refusal(command, f"{address}/v1")
+    assert said == "(it answers with status 404): leave out /v1, or name another by --url"
+
+
+@COMMANDS
+@pytest.mark.parametrize("path", ["", "/v1"])
+def test_a_server_that_is_not_there_is_to_be_started(command: list[str], path: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    said = refusal(command, f"http://127.0.0.1:{port}{path}")
+    assert said == "(Connection refused): start it, or name another by --url"
+
+
+@COMMANDS
+def test_a_server_that_hangs_up_is_not_another_one(command: list[str]) -> None:
+    def hang_up() -> None:
+        client, _ = listener.accept()
+        with client:
+            # What lies there unread would make it a reset.
+            client.recv(10_000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        said = refusal(command, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert said.endswith("without response): start it, or name another by --url")
+
+
 @pytest.mark.parametrize(
     "named",
     [
@@ -99,7 +144,7 @@ def test_no_word_of_a_parser_is_shown(said: bytes) -> None:
         *("http://x y", "http://x\n", f"http://{'x' * 70}"),
     ],
 )
-@pytest.mark.parametrize("command", [["ps"], ["launch", "claude"], ["chat"]])
+@COMMANDS
 def test_what_is_no_address_is_one_sentence(command: list[str], named: str) -> None:
     result = CliRunner().invoke(app, [*command, "--url", named])
     assert (result.exit_code, result.stdout) == (2, "")

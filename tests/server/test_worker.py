@@ -276,13 +276,22 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         first = worker.submit(Request("a 1 1"))
         turnstile.wait_for_worker()
         waiting = [worker.submit(Request(f"{name} 1 1")) for name in "bc"]
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(Overloaded, match="2 requests are waiting already") as refused:
             worker.submit(Request("d 1 1"))
         assert refused.value.retry_after_s > 0 and worker.counts.refused == 1
         waiting[1].cancel()
         again = worker.submit(Request("e 1 1"))
         turnstile.open()
         assert all(isinstance(last(job), End) for job in (first, waiting[0], again))
+
+
+def test_a_queue_of_one_is_told_of_in_the_singular() -> None:
+    with puppet_at_work(max_active=1, max_queued=1) as (_, worker, turnstile):
+        worker.submit(Request("a 1 1"))
+        turnstile.wait_for_worker()
+        worker.submit(Request("b 1 1"))
+        with pytest.raises(Overloaded, match="1 request is waiting already"):
+            worker.submit(Request("c 1 1"))
 
 
 def test_as_many_wait_as_the_queue_holds_beside_those_that_are_answered() -> None:
@@ -380,7 +389,10 @@ def test_a_fault_is_logged_without_what_it_quotes(caplog: pytest.LogCaptureFixtu
     assert "words of a prompt" not in caplog.text
 
 
-def test_the_end_reaches_every_job_at_once_and_closes_the_engine() -> None:
+def test_the_end_reaches_every_job_at_once_and_closes_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "mlx_engine.worker")
     left: list[bool] = []
 
     @contextmanager
@@ -405,7 +417,11 @@ def test_the_end_reaches_every_job_at_once_and_closes_the_engine() -> None:
         turnstile.open()
     assert left == [False] and puppet.closed == ["a"] and worker.state == "stopped"
     # Nothing follows the end, whatever the step under way came to.
-    assert "a" in puppet.steps and all(job.take() == [] for job in jobs)
+    assert puppet.steps == ["a"] and all(job.take() == [] for job in jobs)
+    # It is accounted for like any other that was cancelled; the other one never began.
+    assert worker.counts.cancelled == 1
+    (line,) = caplog.messages
+    assert line.startswith("prompt 4 tokens") and line.endswith("; cancelled")
 
 
 def test_jobs_may_come_before_the_model_is_loaded() -> None:
@@ -444,7 +460,24 @@ def test_a_model_that_cannot_be_loaded_fails_every_job() -> None:
         assert isinstance(event, Failed) and isinstance(event.error, Stopped)
         until(lambda: worker.state == "failed")
         assert isinstance(worker.error, ModelFileError)
-        with pytest.raises(Stopped):
+        assert str(event.error).startswith("the model could not be loaded")
+        with pytest.raises(Stopped, match="could not be loaded"):
+            worker.submit(Request("b 1 1"))
+
+
+def test_an_engine_that_fails_later_is_not_said_to_be_unloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def advance(self: Worker, active: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Worker, "_advance", advance)
+    with working(loading(Puppet())) as worker:
+        event = last(worker.submit(Request("a 1 1")))
+        assert isinstance(event, Failed) and str(event.error).startswith("the engine has failed")
+        until(lambda: worker.state == "failed")
+        assert isinstance(worker.error, RuntimeError)
+        with pytest.raises(Stopped, match="the engine has failed"):
             worker.submit(Request("b 1 1"))
 
 
