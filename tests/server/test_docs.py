@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from mlx_engine.server import chat, completions, fields, messages_in, responses_in
-from mlx_engine.server.body import IMAGE_NOTE, MAX_BODIES_BYTES, MAX_BODY_BYTES
+from mlx_engine.server.body import (
+    BODY_SILENCE_S,
+    IMAGE_NOTE,
+    MAX_BODIES_BYTES,
+    MAX_BODY_BYTES,
+    SMALL_BODY_BYTES,
+)
 from mlx_engine.server.sse import KEEP_ALIVE_S, WHOLE_SILENCE_S
 
 DOCS = (Path(__file__).parents[2] / "docs/server.md").read_text()
@@ -27,6 +33,8 @@ def test_the_numbers_are_those_of_the_code() -> None:
     for number in (
         f"at most {MAX_BODY_BYTES // 2**20} MiB",
         f"{MAX_BODIES_BYTES // 2**20} MiB together",
+        f"the first\n{SMALL_BODY_BYTES // 2**10} KiB of each",
+        f"nothing comes for {BODY_SILENCE_S:g} seconds",
         f"{fields.MAX_MESSAGES:,} messages",
         f"{fields.MAX_TOOLS:,} tools",
         f"{fields.MAX_STOP_STRINGS} stop\nstrings of {fields.MAX_STOP_CHARACTERS:,} characters",
