@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from mlx_engine.errors import BadRequest
 from mlx_engine.job import Overloaded
 from mlx_engine.server.errors import ApiError, ClientGone
-from mlx_engine.server.fields import quoted
+from mlx_engine.server.fields import Object, Types, check_types, quoted
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,15 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is no number")
     return number
+
+
+def check_fields(protocol: str, body: Object, types: Types, where: str = "") -> None:
+    """Note the unknown fields of a body, or of the part `where`, and check the types of the others.
+
+    Raises BadRequest.
+    """
+    note_unknown(protocol, body, types)
+    check_types(body, types, where)
 
 
 def note_unknown(protocol: str, body: Mapping[str, Any], known: Collection[str]) -> None:
