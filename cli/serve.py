@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_engine.cli.folders import cache_directory, model_directory
+from mlx_engine.cli.folders import model_directory
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.options import (
     ContextOption,
@@ -23,6 +23,7 @@ from mlx_engine.cli.options import (
     ModelOption,
 )
 from mlx_engine.errors import BadRequest
+from mlx_engine.folders import cache_directory
 
 if TYPE_CHECKING:
     from mlx_engine.engine import Engine

@@ -26,7 +26,7 @@ LOCK_FILES = ("requirements.lock", "requirements-dev.lock")
 # Low to high. A module imports from its own row and the rows above it in this table.
 RANKS = (
     ("errors",),
-    ("diskcache", "cache_file", "json_file"),
+    ("diskcache", "cache_file", "folders", "json_file"),
     ("config", "layer_plan", "config_file", "formats"),
     ("inventory", "shards", "weights", "memory"),
     ("progress", "token_ids", "token_map", "tokenizer", "engram", "engram_table"),
