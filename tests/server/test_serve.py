@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +82,14 @@ class Program:
 
 
 @contextmanager
-def running(*args: str) -> Generator[Program]:
-    command = [*COMMAND, "serve", "--port", "0", *args]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def running(
+    *args: str, serve: Sequence[str] = (*COMMAND, "serve"), cwd: Path | None = None
+) -> Generator[Program]:
+    """A server on a free port; `serve` is the command that starts it, seen from `cwd`."""
+    command = [*serve, "--port", "0", *args]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd
+    ) as process:
         try:
             assert process.stdout is not None
             variables: dict[str, str] = {}
