@@ -78,17 +78,20 @@ def cloned(folder: Path) -> Path:
 
 
 def with_claude(version: str, folder: Path) -> dict[str, str]:
-    """Variables of a user who has that Claude Code, no settings, and no other machine."""
+    """Variables of a user who has that Claude Code, for another server and behind a dead proxy."""
     command = claude_code.program(version)
     program = folder / "bin" / "claude"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     program.chmod(0o755)
     home = folder / "home"
-    home.mkdir()
+    (home / ".claude").mkdir(parents=True)
+    elsewhere = {"ANTHROPIC_BASE_URL": claude_code.DEAD_PROXY, "CLAUDE_CODE_USE_BEDROCK": "1"}
+    (home / ".claude" / "settings.json").write_text(json.dumps({"env": elsewhere}))
+    alone = {name: value for name, value in claude_code.ALONE.items() if name != "NO_PROXY"}
     return {
         **os.environ,
-        **claude_code.ALONE,
+        **alone,
         "HOME": str(home),
         "PATH": f"{program.parent}:{os.environ['PATH']}",
         # Random words come to their end by chance, those of a reasoning often without an answer.
