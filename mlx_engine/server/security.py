@@ -130,7 +130,7 @@ class Gate:
         if names is None:
             return True
         name = _hostname(host)
-        if name in names or name == "localhost" or name.endswith(".localhost"):
+        if name in map(str.lower, names) or name == "localhost" or name.endswith(".localhost"):
             return True
         try:
             ipaddress.ip_address(name)
