@@ -19,10 +19,11 @@ import typer
 
 import mlx_engine
 from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
-from mlx_engine.cli.folders import cache_directory, model_directory
+from mlx_engine.cli.folders import model_directory
 from mlx_engine.cli.options import DtypeOption, ModelOption
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest
+from mlx_engine.folders import cache_directory
 from mlx_engine.ranks import STALL_S
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_engine.cli.folders import cache_directory, expanded
 from mlx_engine.errors import BadRequest
+from mlx_engine.folders import cache_directory, expanded
 from mlx_engine.ranks import STALL_S
 
 if TYPE_CHECKING:

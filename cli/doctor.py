@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 
-from mlx_engine.cli.folders import expanded
 from mlx_engine.cli.kv_disk import SPACE, kv_directory, parse_bytes
 from mlx_engine.cli.machine import Machine
 from mlx_engine.cli.options import ContextOption, folder
 from mlx_engine.cli.serve import PORT
 from mlx_engine.errors import CacheUnusable, ModelFileError
+from mlx_engine.folders import expanded
 
 if TYPE_CHECKING:
     from mlx_engine.config import ModelConfig

@@ -1,19 +1,10 @@
-"""The folders that commands use, as the environment and the user's system name them."""
+"""The folder of the model that a command runs."""
 
-import os
 from pathlib import Path
 
 import typer
 
-from mlx_engine.errors import BadRequest
-
-
-def cache_directory() -> Path:
-    """The folder for what can be made again: DS41_CACHE_DIR, or the user's cache folder."""
-    import platformdirs
-
-    named = os.environ.get("DS41_CACHE_DIR")
-    return expanded(Path(named)) if named else platformdirs.user_cache_path("ds41")
+from mlx_engine.folders import cache_directory, expanded
 
 
 def model_directory(named: Path | None) -> Path:
@@ -28,11 +19,3 @@ def model_directory(named: Path | None) -> Path:
         err=True,
     )
     return directory
-
-
-def expanded(path: Path) -> Path:
-    """The path with `~` filled in; raises BadRequest where nobody has that home."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise BadRequest(f"{path} cannot be found: {error}") from None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_engine.cli.folders import cache_directory, expanded
 from mlx_engine.errors import BadRequest, CacheUnusable
+from mlx_engine.folders import cache_directory, expanded
 
 if TYPE_CHECKING:
     from mlx_engine.diskcache.cache import DiskCache

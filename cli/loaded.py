@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_engine.cli.devices import Spread
-from mlx_engine.cli.folders import cache_directory, model_directory
+from mlx_engine.cli.folders import model_directory
 from mlx_engine.cli.kv_disk import check_named, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.signals import Signals
 from mlx_engine.cli.terminal import Terminal
+from mlx_engine.folders import cache_directory
 
 if TYPE_CHECKING:
     from mlx_engine.engine import Engine

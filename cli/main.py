@@ -105,7 +105,8 @@ def _ds41(  # pyright: ignore[reportUnusedFunction]
     """Run DeepSeek-V4.1-Flash in its released form on this machine.
 
     What can be made again is kept in the user's cache folder, or in the one
-    that DS41_CACHE_DIR names: the disk cache (kv in it) and a tiny random model.
+    that DS41_CACHE_DIR names: the disk cache (kv in it), compiled CUDA kernels
+    (cuda) and a tiny random model.
     """
     logging.basicConfig(format="ds41: %(message)s")
     if context.invoked_subcommand is None:

@@ -159,7 +159,10 @@ class _Answer:
                 pass
 
     def end(self) -> End:
-        """The whole of it; one that was cancelled before has no account of its tokens."""
+        """The whole of it, with the time that passed, also in the queue.
+
+        One that was cancelled before has no account of its tokens.
+        """
         cached_tokens = self._usage.get("cache_read_input_tokens", 0)
         completion_tokens = self._usage.get("output_tokens", 0)
         total_s = time.monotonic() - self.started_s

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
-from mlx_engine.cli.folders import cache_directory, model_directory
+from mlx_engine.cli.folders import model_directory
 from mlx_engine.cli.kv_disk import SPACE, check_named, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.options import (
     ContextOption,
@@ -24,6 +24,7 @@ from mlx_engine.cli.options import (
     ModelOption,
 )
 from mlx_engine.errors import BadRequest
+from mlx_engine.folders import cache_directory
 from mlx_engine.ranks import STALL_S
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 PORT = 8041
 
 # Addresses that stand for all that this machine has.
-_EVERYWHERE = ("0.0.0.0", "::", "")
+_EVERYWHERE = ("0.0.0.0", "::")
 # One of those that are kept for examples (RFC 5737): nothing is sent there.
 _FAR_AWAY = ("192.0.2.1", 9)
 
@@ -126,7 +127,7 @@ def serve_command(
     from mlx_engine.server.app import create_app
     from mlx_engine.server.security import Access, is_loopback, origins
     from mlx_engine.server.service import MODEL_NAME, Service
-    from mlx_engine.server.serving import Serving, address_of, listen
+    from mlx_engine.server.serving import Serving, address_of, listen, numeric
     from mlx_engine.worker import Worker
 
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
@@ -134,21 +135,22 @@ def serve_command(
             "the API key is empty, or no header can carry it: give letters, digits and signs "
             "without spaces, or leave --api-key out"
         )
-    if not is_loopback(host) and api_key is None:
+    bound = numeric(host)
+    if not is_loopback(bound) and api_key is None:
         raise BadRequest(
             f"{host} can be reached from other machines: ask them for a key by --api-key"
         )
     access = Access(
         api_key,
         # With a key the name under which others reach this machine does not matter.
-        host_names=frozenset({host}) if is_loopback(host) else None,
+        host_names=frozenset({host}) if is_loopback(bound) else None,
         origins=origins(allow_origin or ()),
     )
     spread = Spread.of(devices, hosts, stall_timeout)
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     opened = open_model(model_directory(model), context_tokens=ctx)
     check_named(kv_disk_dir, kv_space_bytes)
-    listener = listen(host, port)
+    listener = listen(bound, port)
 
     @contextmanager
     def load(on_progress: Callable[[int, int], None]) -> "Generator[Engine]":
@@ -177,7 +179,7 @@ def serve_command(
     app = create_app(service, access)
     serving = Serving(app, worker, listener)
     logging.getLogger("mlx_engine").setLevel(logging.WARNING if is_quiet else logging.INFO)
-    elsewhere = _outer_address(listener) if host in _EVERYWHERE else None
+    elsewhere = _outer_address(listener) if bound in _EVERYWHERE else None
     _greet(
         opened,
         address_of(listener),

@@ -112,7 +112,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Timings:
-    """The engine's time for an answer: up to the first token, and from there to the end."""
+    """The time for an answer: up to the first token, and from there to the end.
+
+    An engine counts its work for this answer alone; whoever asks a server, all that passes.
+    """
 
     prefill_s: float
     decode_s: float

@@ -14,9 +14,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from mlx_engine.errors import DeviceError
+from mlx_engine.folders import cache_directory
 
 _TOOLKIT = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
 _FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function) '?(\w+)")
@@ -38,12 +37,10 @@ class Usage:
 def cubin(source: str, architecture: str) -> bytes:
     """Machine code of a source for an architecture such as sm_80, from the cache if it lies there.
 
-    The cache is `DS41_CUDA_CACHE`, or a folder of the user's caches. Raises DeviceError with what
-    the compiler says.
+    That is `cuda` in the cache folder. Raises DeviceError with what the compiler says.
     """
     key = hashlib.sha256(f"{architecture}\n{source}".encode()).hexdigest()
-    given = os.environ.get("DS41_CUDA_CACHE")
-    folder = Path(given) if given else user_cache_path("ds41") / "cuda"
+    folder = cache_directory() / "cuda"
     path = folder / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()

@@ -8,14 +8,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.server.body import IMAGE_NOTE, note, note_unknown
-from mlx_engine.server.fields import Object, as_string, quoted
+from mlx_engine.server.body import IMAGE_NOTE, check_fields, note
+from mlx_engine.server.fields import Object, Types, as_string, quoted
 
 # Of all kinds. Callers, and what is to be cached, are the matter of the vendor's own servers.
-BLOCK_FIELDS = frozenset(
-    "cache_control caller content data id input is_error name signature source text thinking "
-    "title tool_name tool_use_id type".split()
-)
+BLOCK_FIELDS: Types = {
+    "cache_control": dict,
+    "caller": object,
+    "content": object,
+    "data": str,
+    "id": str,
+    "input": object,
+    "is_error": bool,
+    "name": str,
+    "signature": str,
+    "source": object,
+    "text": str,
+    "thinking": str,
+    "title": str,
+    "tool_name": str,
+    "tool_use_id": str,
+    "type": str,
+}
 
 
 class ImageInNewestMessage(BadRequest):
@@ -46,7 +60,7 @@ def assistant_blocks(blocks: Sequence[Object], where: str) -> list[Object]:
     """Blocks of reasoning, text and calls; empty where nothing is left."""
     kept: list[Object] = []
     for i, block in enumerate(blocks):
-        note_unknown("/v1/messages block", block, BLOCK_FIELDS)
+        check_fields("/v1/messages block", block, BLOCK_FIELDS, f"{where}.{i}")
         match block["type"]:
             case "thinking":
                 text = _string(block, "thinking", f"{where}.{i}")
@@ -72,7 +86,7 @@ def assistant_blocks(blocks: Sequence[Object], where: str) -> list[Object]:
 
 
 def _tool_result(block: Object, where: str) -> Object:
-    note_unknown("/v1/messages block", block, BLOCK_FIELDS)
+    check_fields("/v1/messages block", block, BLOCK_FIELDS, where)
     content = block.get("content")
     if content is None:
         content = ""
@@ -99,7 +113,7 @@ def _texts(block: Any, where: str) -> Iterator[str]:
     if not isinstance(block, dict) or not isinstance(cast(Object, block).get("type"), str):
         raise BadRequest(f"{where}: a block is an object with a type")
     block = cast(Object, block)
-    note_unknown("/v1/messages block", block, BLOCK_FIELDS)
+    check_fields("/v1/messages block", block, BLOCK_FIELDS, where)
     kind: str = block["type"]
     if kind == "text":
         text = _string(block, "text", where)

@@ -3,6 +3,7 @@
 Owns the limits, the reading of JSON, and the notes in the log, each written once.
 """
 
+import asyncio
 import json
 import logging
 import math
@@ -17,15 +18,20 @@ from starlette.requests import ClientDisconnect, Request
 from mlx_engine.errors import BadRequest
 from mlx_engine.job import Overloaded
 from mlx_engine.server.errors import ApiError, ClientGone
-from mlx_engine.server.fields import quoted
+from mlx_engine.server.fields import Object, Types, check_types, quoted
 
 log = logging.getLogger(__name__)
 
 # As much as Anthropic's servers take, so clients know what to leave out of a larger one.
 MAX_BODY_BYTES = 32 * 2**20
 
-# Of all bodies that are being read.
+# Of all bodies that are being read, but for the beginning of each, which a stalled one cannot take
+# from others.
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
+SMALL_BODY_BYTES = 256 * 2**10
+
+# A client that sends nothing for so long, in the middle of a body, has left without a word.
+BODY_SILENCE_S = 30.0
 
 IMAGE_NOTE = "[image not shown: this server reads text only]"
 
@@ -37,7 +43,10 @@ _MAX_NOTES = 1000
 
 
 class Intake:
-    """How many bytes the bodies hold that are being read, at most so many; for one thread."""
+    """How many bytes the bodies hold that are being read, at most so many; for one thread.
+
+    The first SMALL_BODY_BYTES of each count for nothing.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -50,24 +59,32 @@ class Intake:
 
         def take(n_bytes: int) -> None:
             nonlocal own_bytes
-            if self._n_bytes + n_bytes > self._max_bytes:
+            others_bytes = self._n_bytes - _counted(own_bytes)
+            all_bytes = others_bytes + _counted(own_bytes + n_bytes)
+            if all_bytes > self._max_bytes:
                 raise Overloaded(
                     f"requests of {self._n_bytes} bytes are being read already: try again later"
                 )
             own_bytes += n_bytes
-            self._n_bytes += n_bytes
+            self._n_bytes = all_bytes
 
         try:
             yield take
         finally:
-            self._n_bytes -= own_bytes
+            self._n_bytes -= _counted(own_bytes)
 
 
-async def received(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytearray:
+def _counted(n_bytes: int) -> int:
+    return max(n_bytes - SMALL_BODY_BYTES, 0)
+
+
+async def received(
+    request: Request, max_bytes: int, take: Callable[[int], None], silence_s: float
+) -> bytearray:
     """The body as it was sent; `take` is told of its bytes as they come.
 
-    Raises ApiError above the limit (413) and for one that is compressed (415), ClientGone, and what
-    `take` does.
+    Raises ApiError above the limit (413), for one that is compressed (415) and for one of which
+    nothing comes for `silence_s` (408), ClientGone, and what `take` does.
     """
     if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise ApiError(415, "the body is compressed: send it as it is")
@@ -76,15 +93,23 @@ async def received(request: Request, max_bytes: int, take: Callable[[int], None]
     if length.isdecimal() and int(length) > max_bytes:
         raise too_large
     data = bytearray()
+    chunks = request.stream()
     try:
-        async for chunk in request.stream():
+        while True:
+            async with asyncio.timeout(silence_s):
+                chunk = await anext(chunks)
             if len(data) + len(chunk) > max_bytes:
                 raise too_large
             take(len(chunk))
             data += chunk
+    except StopAsyncIteration:
+        return data
+    except TimeoutError:
+        raise ApiError(
+            408, f"nothing came of the body for {silence_s:g} s: send the request again"
+        ) from None
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the request") from None
-    return data
 
 
 def json_object(data: bytearray) -> dict[str, Any]:
@@ -134,6 +159,15 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is no number")
     return number
+
+
+def check_fields(protocol: str, body: Object, types: Types, where: str = "") -> None:
+    """Note the unknown fields of a body, or of the part `where`, and check the types of the others.
+
+    Raises BadRequest.
+    """
+    note_unknown(protocol, body, types)
+    check_types(body, types, where)
 
 
 def note_unknown(protocol: str, body: Mapping[str, Any], known: Collection[str]) -> None:

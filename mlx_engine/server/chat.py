@@ -18,7 +18,7 @@ from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.respond import End, Event, Progress
 from mlx_engine.server import converter, fields, logprobs, openai_in
-from mlx_engine.server.body import note_unknown
+from mlx_engine.server.body import check_fields, note_unknown
 from mlx_engine.server.errors import request_id
 from mlx_engine.server.fields import Object, as_list, as_object, as_string, is_true, quoted
 from mlx_engine.server.openai_out import FINISH_REASONS, ChunkStream, new_id, now_s, usage
@@ -27,16 +27,43 @@ from mlx_engine.tool_calls import ToolCall, ToolCallDelta, ToolCallEnd, ToolCall
 
 PATH = "/v1/chat/completions"
 
-KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
-    "best_of frequency_penalty function_call functions logit_bias logprobs max_completion_tokens "
-    "max_tokens messages metadata model n parallel_tool_calls presence_penalty reasoning "
-    "reasoning_effort response_format stop store stream stream_options thinking tool_choice tools "
-    "top_logprobs user".split()
-)
+KNOWN_FIELDS: fields.Types = fields.SAMPLING_FIELDS | {
+    "best_of": int,
+    "frequency_penalty": float,
+    "function_call": (str, dict),
+    "functions": list,
+    "logit_bias": dict,
+    "logprobs": bool,
+    "max_completion_tokens": int,
+    "max_tokens": int,
+    "messages": list,
+    "metadata": dict,
+    "model": str,
+    "n": int,
+    "parallel_tool_calls": bool,
+    "presence_penalty": float,
+    "reasoning": dict,
+    "reasoning_effort": str,
+    "response_format": dict,
+    "stop": (str, list),
+    "store": bool,
+    "stream": bool,
+    "stream_options": dict,
+    "thinking": dict,
+    "tool_choice": (str, dict),
+    "tools": list,
+    "top_logprobs": int,
+    "user": str,
+}
 
-_MESSAGE_FIELDS = frozenset(
-    "content reasoning reasoning_content role tool_call_id tool_calls".split()
-)
+_MESSAGE_FIELDS: fields.Types = {
+    "content": (str, list),
+    "reasoning": str,
+    "reasoning_content": str,
+    "role": str,
+    "tool_call_id": str,
+    "tool_calls": list,
+}
 
 _REFUSED = {
     "functions": "declare tools",
@@ -67,7 +94,7 @@ def router(service: Service) -> APIRouter:
 
 def read(body: Object) -> Request:
     """The request that a body asks for. Raises BadRequest."""
-    note_unknown(PATH, body, KNOWN_FIELDS)
+    check_fields(PATH, body, KNOWN_FIELDS)
     openai_in.refuse(body, _REFUSED)
     openai_in.refuse_many(body)
     openai_in.refuse_format(body.get("response_format"), "response_format")
@@ -106,18 +133,15 @@ def read(body: Object) -> Request:
 def _thinking(body: Object) -> Object:
     """The vendor's two fields, the effort also from where other servers have it."""
     fields: Object = {}
+    reasoning = as_object(body.get("reasoning") or {}, "reasoning")
+    check_fields(f"{PATH} reasoning", reasoning, {"effort": str}, "reasoning")
     effort = body.get("reasoning_effort")
-    if effort is None and body.get("reasoning") is not None:
-        reasoning = as_object(body["reasoning"], "reasoning")
-        note_unknown(f"{PATH} reasoning", reasoning, ("effort",))
-        effort = reasoning.get("effort")
-    effort = converter.effort(PATH, effort)
+    effort = converter.effort(PATH, reasoning.get("effort") if effort is None else effort)
     if effort is not None:
         fields["reasoning_effort"] = effort
-    if body.get("thinking") is not None:
-        thinking = as_object(body["thinking"], "thinking")
-        note_unknown(f"{PATH} thinking", thinking, ("type",))
-        fields["thinking"] = {"type": as_string(thinking.get("type"), "thinking.type")}
+    thinking = converter.thinking(PATH, body.get("thinking"))
+    if thinking is not None:
+        fields["thinking"] = {"type": thinking}
     return fields
 
 
@@ -134,9 +158,9 @@ def _messages(messages: list[Any]) -> list[Object]:
 
 
 def _message(message: Object, where: str, *, is_newest: bool) -> Object:
+    check_fields(f"{PATH} message", message, _MESSAGE_FIELDS, where)
     role = as_string(message.get("role"), f"{where}.role")
     content = message.get("content")
-    note_unknown(f"{PATH} message", message, _MESSAGE_FIELDS)
     match role:
         case "assistant":
             return _answer(message, where)
@@ -160,7 +184,7 @@ def _answer(message: Object, where: str) -> Object:
     answer: Object = {"role": "assistant", "content": text}
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if reasoning is not None:
-        answer["reasoning_content"] = as_string(reasoning, f"{where}.reasoning_content")
+        answer["reasoning_content"] = reasoning
     calls = as_list(message.get("tool_calls") or [], f"{where}.tool_calls")
     if calls:
         answer["tool_calls"] = [_call(c, f"{where}.tool_calls.{i}") for i, c in enumerate(calls)]
@@ -169,6 +193,8 @@ def _answer(message: Object, where: str) -> Object:
 
 def _call(call: Any, where: str) -> Object:
     call = as_object(call, where)
+    if call.get("type") not in (None, "function"):
+        raise BadRequest(f"{where}.type: calls of functions are the only ones that are supported")
     function = as_object(call.get("function"), f"{where}.function")
     return {
         "id": as_string(call.get("id"), f"{where}.id"),

@@ -14,7 +14,7 @@ from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.respond import End, Event
 from mlx_engine.server import fields, logprobs, openai_in
-from mlx_engine.server.body import note_unknown
+from mlx_engine.server.body import check_fields
 from mlx_engine.server.errors import request_id
 from mlx_engine.server.fields import Object, is_true
 from mlx_engine.server.logprobs import TextLogprobs
@@ -23,10 +23,23 @@ from mlx_engine.server.service import Service
 
 PATH = "/v1/completions"
 
-KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
-    "best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt "
-    "stop stream stream_options suffix user".split()
-)
+KNOWN_FIELDS: fields.Types = fields.SAMPLING_FIELDS | {
+    "best_of": int,
+    "echo": bool,
+    "frequency_penalty": float,
+    "logit_bias": dict,
+    "logprobs": (int, bool),
+    "max_tokens": int,
+    "model": str,
+    "n": int,
+    "presence_penalty": float,
+    "prompt": (str, list),
+    "stop": (str, list),
+    "stream": bool,
+    "stream_options": dict,
+    "suffix": str,
+    "user": str,
+}
 
 _REFUSED = {
     "suffix": "the text is continued at its end only",
@@ -61,7 +74,7 @@ def router(service: Service) -> APIRouter:
 
 def read(body: Object) -> Request:
     """The request that a body asks for. Raises BadRequest."""
-    note_unknown(PATH, body, KNOWN_FIELDS)
+    check_fields(PATH, body, KNOWN_FIELDS)
     openai_in.refuse(body, _REFUSED)
     openai_in.refuse_many(body)
     openai_in.note_penalties(PATH, body)

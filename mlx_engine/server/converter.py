@@ -11,18 +11,40 @@ from typing import Any
 import deepseek_recipe as recipe
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.server.body import note
-from mlx_engine.server.fields import quoted
+from mlx_engine.server.body import note, note_unknown
+from mlx_engine.server.fields import as_object, check_types, quoted
 
 MODEL = "ds41"
 OPTIONS = recipe.ConversionOptions().with_model_alias(MODEL, recipe.ModelVersion.DeepseekV41Flash)
 
 _EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"}
 
+_THINKING = ("enabled", "adaptive", "disabled")
 
-def effort(path: str, value: Any) -> str | None:
+# Anthropic's own.
+_LEAST_BUDGET_TOKENS = 1024
+
+
+def thinking(path: str, given: Any) -> str | None:
+    """Which kind of thinking is asked for, None where nothing is said. Raises BadRequest."""
+    if given is None:
+        return None
+    given = as_object(given, "thinking")
+    note_unknown(f"{path} thinking", given, ("type", "display"))
+    check_types(given, {"budget_tokens": int, "display": str}, "thinking")
+    budget_tokens = given.get("budget_tokens")
+    if budget_tokens is not None and budget_tokens < _LEAST_BUDGET_TOKENS:
+        raise BadRequest(
+            f"thinking.budget_tokens is {budget_tokens}, it must be at least {_LEAST_BUDGET_TOKENS}"
+        )
+    if given.get("type") not in _THINKING:
+        raise BadRequest(f"thinking.type: it is one of {', '.join(_THINKING)}")
+    return given["type"]
+
+
+def effort(path: str, value: str | None) -> str | None:
     """The effort that is meant, None where none is given or it is not known."""
-    if value is None or (isinstance(value, str) and value in _EFFORTS):
+    if value is None or value in _EFFORTS:
         return value
     note(f"{path}: the effort {quoted(value)} is not known and counts as high")
     return None

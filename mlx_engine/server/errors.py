@@ -19,6 +19,7 @@ _KINDS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "request_too_large",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -68,6 +69,9 @@ def error_response(
         headers["retry-after"] = str(error.retry_after_s)
     elif status == 503:
         headers["retry-after"] = str(_UNAVAILABLE_RETRY_S)
+    elif status == 408:
+        # What may still come of the body is no new request.
+        headers["connection"] = "close"
     return JSONResponse(error_body(path, id, error), status, headers)
 
 

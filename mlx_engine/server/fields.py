@@ -4,13 +4,17 @@ Owns the sentences that say what a field must be, each with the field's place in
 many entries a list may have. What a whole body means is the protocols' part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.sampling import Sampling
 
 Object = dict[str, Any]
+
+# Of each field, the types that its value may have: int for whole numbers, float for all numbers,
+# object for any.
+Types = Mapping[str, type | tuple[type, ...]]
 
 # As many as Anthropic's servers take.
 MAX_MESSAGES = 100_000
@@ -23,7 +27,22 @@ MAX_STOP_CHARACTERS = 1_000
 # Of what a client wrote, an error or a note repeats so much.
 _QUOTED_CHARACTERS = 60
 
-SAMPLING_FIELDS = frozenset("temperature top_p top_k min_p seed".split())
+SAMPLING_FIELDS: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+}
+
+_NAMES = {
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 _SEEDS = 2**63
 
@@ -33,17 +52,34 @@ def quoted(value: object) -> str:
     return repr(str(value)[:_QUOTED_CHARACTERS])
 
 
+def check_types(body: Object, types: Types, where: str = "") -> None:
+    """Raise BadRequest for the first field whose value has a wrong type; null has none.
+
+    where: the place of the object in the body.
+    """
+    for name, allowed in types.items():
+        value = body.get(name)
+        if value is not None:
+            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+            _check_type(value, f"{where}.{name}" if where else name, *allowed)
+
+
+def _check_type(value: Any, where: str, *types: type) -> None:
+    # Exactly: to Python, true and false are whole numbers too.
+    if type(value) in types or object in types or (type(value) is int and float in types):
+        return
+    raise BadRequest(f"{where}: it is {' or '.join(_NAMES[each] for each in types)}")
+
+
 def as_object(value: Any, where: str) -> Object:
     """The value as an object. Raises BadRequest."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"{where}: it is an object")
+    _check_type(value, where, dict)
     return cast(Object, value)
 
 
 def as_list(value: Any, where: str, most: int | None = None) -> list[Any]:
     """The value as a list of `most` entries or fewer. Raises BadRequest."""
-    if not isinstance(value, list):
-        raise BadRequest(f"{where}: it is a list")
+    _check_type(value, where, list)
     entries = cast(list[Any], value)
     if most is not None and len(entries) > most:
         raise BadRequest(f"{where}: it has {len(entries):,} entries, and may have {most:,}")
@@ -59,31 +95,24 @@ def as_string(value: Any, where: str) -> str:
 
 def is_true(body: Object, name: str) -> bool:
     """Whether a flag is set; null is no. Raises BadRequest for what is no flag."""
-    value = body.get(name)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise BadRequest(f"{name}: it is true or false")
+    check_types(body, {name: bool})
+    return bool(body.get(name))
 
 
 def integer(body: Object, name: str) -> int | None:
     """A whole number, None where there is none. Raises BadRequest."""
-    value = body.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise BadRequest(f"{name}: it is a whole number")
+    check_types(body, {name: int})
+    return body.get(name)
 
 
 def number(body: Object, name: str) -> float | None:
     """A number, None where there is none. Raises BadRequest."""
+    check_types(body, {name: float})
     value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise BadRequest(f"{name}: the number is too large") from None
-    raise BadRequest(f"{name}: it is a number")
+    try:
+        return None if value is None else float(value)
+    except OverflowError:
+        raise BadRequest(f"{name}: the number is too large") from None
 
 
 def sampling(body: Object) -> Sampling:

@@ -18,7 +18,7 @@ _MOST_OF_TEXT = 5
 _LEAST = -9999.0
 
 # What stands in the `include` of Responses for them.
-_OF_OUTPUT = "message.output_text.logprobs"
+OF_OUTPUT = "message.output_text.logprobs"
 
 
 def of_chat(body: Object) -> int | None:
@@ -34,7 +34,7 @@ def of_chat(body: Object) -> int | None:
 def of_responses(body: Object) -> int | None:
     """As `of_chat`, for Responses."""
     n = _number(body, "top_logprobs", MAX_LOGPROBS)
-    is_included = _OF_OUTPUT in as_list(body.get("include") or [], "include")
+    is_included = OF_OUTPUT in as_list(body.get("include") or [], "include")
     return n if is_included or n else None
 
 

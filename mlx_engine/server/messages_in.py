@@ -22,19 +22,37 @@ from mlx_engine.server.blocks import (
     assistant_blocks,
     user_blocks,
 )
-from mlx_engine.server.body import note, note_form, note_unknown
+from mlx_engine.server.body import check_fields, note, note_form, note_unknown
 from mlx_engine.server.fields import Object, as_list, as_object, as_string, is_true, quoted
 
 # Changes with every request or conversation, and would make every prompt a new one.
 _ATTRIBUTION = "x-anthropic-billing-header:"
 
 # Computed states are kept without being asked for, so cache_control says nothing new.
-_TOOL_FIELDS = frozenset("cache_control description input_schema name strict type".split())
+_TOOL_FIELDS: fields.Types = {
+    "cache_control": dict,
+    "description": str,
+    "input_schema": dict,
+    "name": str,
+    "strict": bool,
+    "type": str,
+}
 
-KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
-    "max_tokens messages metadata model output_config stop_sequences stream system thinking "
-    "tool_choice tools".split()
-)
+_CHOICE_FIELDS: fields.Types = {"disable_parallel_tool_use": bool, "name": str, "type": str}
+
+KNOWN_FIELDS: fields.Types = fields.SAMPLING_FIELDS | {
+    "max_tokens": int,
+    "messages": list,
+    "metadata": dict,
+    "model": str,
+    "output_config": dict,
+    "stop_sequences": list,
+    "stream": bool,
+    "system": (str, list),
+    "thinking": dict,
+    "tool_choice": dict,
+    "tools": list,
+}
 
 
 def read(body: Object, *, for_count: bool = False) -> Request:
@@ -42,13 +60,14 @@ def read(body: Object, *, for_count: bool = False) -> Request:
 
     Raises BadRequest.
     """
-    note_unknown("/v1/messages", body, KNOWN_FIELDS)
+    check_fields("/v1/messages", body, KNOWN_FIELDS)
     _refuse_formats(body)
     sampling = Sampling() if for_count else fields.sampling(body)
     max_tokens = None if for_count else fields.integer(body, "max_tokens")
     stop = () if for_count else fields.stop_strings(body.get("stop_sequences"), "stop_sequences")
     turns = _turns(as_list(body.get("messages"), "messages", fields.MAX_MESSAGES))
     choice = _ToolChoice.read(body.get("tool_choice"))
+    thinking = converter.thinking("/v1/messages", body.get("thinking"))
     cleaned: Object = {
         "model": converter.MODEL,
         "messages": [{"role": turn.role, "content": turn.content} for turn in turns],
@@ -62,7 +81,7 @@ def read(body: Object, *, for_count: bool = False) -> Request:
     if choice.is_none:
         cleaned["tool_choice"] = {"type": "none"}
     # A call cannot begin before the reasoning has ended, so there is none.
-    if choice.tool is not None or not _is_thinking(body.get("thinking")):
+    if choice.tool is not None or thinking == "disabled":
         cleaned["thinking"] = {"type": "disabled"}
     effort = _effort(body.get("output_config"))
     if effort is not None:
@@ -180,7 +199,7 @@ def _objects(content: Any, where: str) -> list[Object]:
 
 def _texts(blocks: Sequence[Object], where: str) -> Iterator[str]:
     for i, block in enumerate(blocks):
-        note_unknown("/v1/messages block", block, BLOCK_FIELDS)
+        check_fields("/v1/messages block", block, BLOCK_FIELDS, f"{where}.{i}")
         text = block.get("text")
         if block["type"] != "text" or not isinstance(text, str):
             raise BadRequest(f"{where}.{i}: a system text has blocks of text only")
@@ -213,7 +232,7 @@ def _tool(tool: Any, where: str) -> Iterator[Object]:
             )
         note(f"/v1/messages: a tool of the type {quoted(kind)} is left out, nothing runs it here")
         return
-    note_unknown("/v1/messages tool", tool, _TOOL_FIELDS)
+    check_fields("/v1/messages tool", tool, _TOOL_FIELDS, where)
     note_form("/v1/messages", tool)
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
@@ -239,7 +258,7 @@ class _ToolChoice:
     def read(cls, choice: Any) -> "_ToolChoice":
         if choice is None:
             return cls()
-        choice = as_object(choice, "tool_choice")
+        check_fields("/v1/messages tool_choice", choice, _CHOICE_FIELDS, "tool_choice")
         kind = choice.get("type")
         if kind not in ("auto", "any", "tool", "none"):
             raise BadRequest("tool_choice.type: it is auto, any, tool or none")
@@ -251,19 +270,11 @@ class _ToolChoice:
         return cls(kind == "none", tool, not is_true(choice, "disable_parallel_tool_use"))
 
 
-def _is_thinking(thinking: Any) -> bool:
-    if thinking is None:
-        return True
-    thinking = as_object(thinking, "thinking")
-    note_unknown("/v1/messages thinking", thinking, ("type", "display"))
-    return as_string(thinking.get("type"), "thinking.type") != "disabled"
-
-
 def _effort(config: Any) -> str | None:
     if config is None:
         return None
-    config = as_object(config, "output_config")
-    note_unknown("/v1/messages output_config", config, ("effort", "format"))
+    types: fields.Types = {"effort": str, "format": dict}
+    check_fields("/v1/messages output_config", config, types, "output_config")
     return converter.effort("/v1/messages", config.get("effort"))
 
 

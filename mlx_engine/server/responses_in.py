@@ -14,17 +14,38 @@ import deepseek_recipe as recipe
 from mlx_engine.errors import BadRequest
 from mlx_engine.request import Request
 from mlx_engine.server import converter, fields, logprobs, openai_in
-from mlx_engine.server.body import note, note_form, note_unknown
+from mlx_engine.server.body import check_fields, note, note_form, note_unknown
 from mlx_engine.server.fields import Object, as_list, as_object, as_string, quoted
 
 PATH = "/v1/responses"
 
-KNOWN_FIELDS = fields.SAMPLING_FIELDS | frozenset(
-    "background client_metadata conversation include input instructions max_output_tokens metadata "
-    "model parallel_tool_calls previous_response_id prompt prompt_cache_key reasoning "
-    "safety_identifier service_tier store stream stream_options text tool_choice tools "
-    "top_logprobs truncation user".split()
-)
+KNOWN_FIELDS: fields.Types = fields.SAMPLING_FIELDS | {
+    "background": bool,
+    "client_metadata": dict,
+    "conversation": (str, dict),
+    "include": list,
+    "input": (str, list),
+    "instructions": str,
+    "max_output_tokens": int,
+    "metadata": dict,
+    "model": str,
+    "parallel_tool_calls": bool,
+    "previous_response_id": str,
+    "prompt": dict,
+    "prompt_cache_key": str,
+    "reasoning": dict,
+    "safety_identifier": str,
+    "service_tier": str,
+    "store": bool,
+    "stream": bool,
+    "stream_options": dict,
+    "text": dict,
+    "tool_choice": (str, dict),
+    "tools": list,
+    "top_logprobs": int,
+    "truncation": str,
+    "user": str,
+}
 
 _REFUSED = {
     "previous_response_id": "nothing is stored here, send the whole conversation as input",
@@ -33,17 +54,37 @@ _REFUSED = {
     "background": "leave it out, and wait for the answer",
 }
 
+# Encrypted reasoning comes without being asked for.
+_INCLUDED = (logprobs.OF_OUTPUT, "reasoning.encrypted_content")
+
 # An answer's own items come back with their id, status and summary.
-_MESSAGE_FIELDS = ("type", "role", "content", "id", "status")
-_ITEM_FIELDS = frozenset(
-    "arguments call_id content encrypted_content id input name namespace output status summary "
-    "type".split()
-)
-_CUSTOM_FIELDS = ("type", "name", "description", "format")
-_NAMESPACE_FIELDS = ("type", "name", "description", "tools")
+_MESSAGE_FIELDS: fields.Types = {
+    "content": (str, list),
+    "id": str,
+    "role": str,
+    "status": str,
+    "type": str,
+}
+_ITEM_FIELDS: fields.Types = {
+    "arguments": (str, dict),
+    "call_id": str,
+    "content": list,
+    "encrypted_content": str,
+    "id": str,
+    "input": str,
+    "name": str,
+    "namespace": str,
+    "output": (str, list),
+    "status": str,
+    "summary": list,
+    "type": str,
+}
+_CUSTOM_FIELDS: fields.Types = {"description": str, "format": dict, "name": str, "type": str}
+_NAMESPACE_FIELDS: fields.Types = {"description": str, "name": str, "tools": list, "type": str}
 
 _MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 _ANSWER_TYPES = ("reasoning", "function_call", "custom_tool_call")
+_ITEM_TYPES = (*_ANSWER_TYPES, "function_call_output", "custom_tool_call_output")
 
 
 @dataclass(frozen=True)
@@ -61,7 +102,7 @@ class Asked:
 
 def read(body: Object) -> Asked:
     """What a body asks for. Raises BadRequest."""
-    note_unknown(PATH, body, KNOWN_FIELDS)
+    check_fields(PATH, body, KNOWN_FIELDS)
     openai_in.refuse(body, _REFUSED)
     text = as_object(body.get("text") or {}, "text")
     note_unknown(f"{PATH} text", text, ("format",))
@@ -69,17 +110,20 @@ def read(body: Object) -> Asked:
     is_without_tools, tool = openai_in.tool_choice(body.get("tool_choice"))
     items = _items(body.get("input"))
     cleaned: Object = {"model": converter.MODEL, "input": items}
+    for each in as_list(body.get("include") or [], "include"):
+        if as_string(each, "include") not in _INCLUDED:
+            note(f"{PATH}: {quoted(each)} cannot be included")
     if body.get("truncation") not in (None, "disabled"):
         note(f"{PATH}: truncation has no effect, a prompt that is too long is refused")
     if body.get("instructions") is not None:
-        cleaned["instructions"] = as_string(body["instructions"], "instructions")
+        cleaned["instructions"] = body["instructions"]
     tools = list(_tools(as_list(body.get("tools") or [], "tools", fields.MAX_TOOLS)))
     if tools:
         cleaned["tools"] = tools
         if is_without_tools:
             cleaned["tool_choice"] = "none"
     reasoning = as_object(body.get("reasoning") or {}, "reasoning")
-    note_unknown(f"{PATH} reasoning", reasoning, ("effort",))
+    check_fields(f"{PATH} reasoning", reasoning, {"effort": str}, "reasoning")
     # A call cannot begin before the reasoning has ended, so there is none.
     effort = "none" if tool else converter.effort(PATH, reasoning.get("effort"))
     if effort is not None:
@@ -126,16 +170,23 @@ def _items(given: Any) -> list[Object]:
 
 def _speaker(item: Object) -> str:
     """Who wrote an item: user, assistant, or tool."""
-    kind = str(item.get("type", "message"))
+    kind = str(_kind(item))
     if kind == "message":
         return str(item.get("role"))
     return "tool" if kind.endswith("_output") else "assistant"
 
 
+def _kind(item: Object) -> Any:
+    """An item's type, which a message need not have."""
+    return "message" if item.get("type") is None else item["type"]
+
+
 def _item(item: Object, where: str, *, is_newest: bool) -> Object | None:
-    kind = item.get("type", "message")
-    known = _MESSAGE_FIELDS if kind == "message" else _ITEM_FIELDS
-    note_unknown(f"{PATH} item", item, known)
+    kind = as_string(_kind(item), f"{where}.type")
+    if kind == "message":
+        check_fields(f"{PATH} item", item, _MESSAGE_FIELDS, where)
+    elif kind in _ITEM_TYPES:
+        check_fields(f"{PATH} item", item, _ITEM_FIELDS, where)
     match kind:
         case "message":
             role = item.get("role")
@@ -200,11 +251,11 @@ def _tools(tools: Iterable[Any]) -> Iterator[Object]:
             yield {"type": kind} | openai_in.function_fields(PATH, tool)
         elif kind == "custom":
             as_string(tool.get("name"), f"tools.{i}.name")
-            note_unknown(f"{PATH} custom tool", tool, _CUSTOM_FIELDS)
+            check_fields(f"{PATH} custom tool", tool, _CUSTOM_FIELDS, f"tools.{i}")
             note_form(PATH, tool)
             yield {key: value for key, value in tool.items() if value is not None}
         elif kind == "namespace":
-            note_unknown(f"{PATH} namespace", tool, _NAMESPACE_FIELDS)
+            check_fields(f"{PATH} namespace", tool, _NAMESPACE_FIELDS, f"tools.{i}")
             inner = as_list(tool.get("tools") or [], f"tools.{i}.tools")
             yield tool | {"tools": list(_tools(inner))}
         else:

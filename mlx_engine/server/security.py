@@ -49,14 +49,9 @@ class Access:
     origins: frozenset[str] = frozenset()
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server bound to that address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches a server bound to that numeric address."""
+    return ipaddress.ip_address(address).is_loopback
 
 
 class Gate:
@@ -135,7 +130,7 @@ class Gate:
         if names is None:
             return True
         name = _hostname(host)
-        if name in names or name == "localhost" or name.endswith(".localhost"):
+        if name in map(str.lower, names) or name == "localhost" or name.endswith(".localhost"):
             return True
         try:
             ipaddress.ip_address(name)

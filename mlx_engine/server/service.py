@@ -17,8 +17,10 @@ from mlx_engine.job import Overloaded
 from mlx_engine.prompt import Bounds, TooManyTokens
 from mlx_engine.respond import Request
 from mlx_engine.server.body import (
+    BODY_SILENCE_S,
     MAX_BODIES_BYTES,
     MAX_BODY_BYTES,
+    SMALL_BODY_BYTES,
     Intake,
     json_object,
     received,
@@ -53,16 +55,14 @@ COUNT_S = 0.5
 # Bodies that wait for a thread, or have one.
 _MAX_READING = 64
 
-# A larger body is parsed in a thread: until it is, no other client would be answered.
-_SMALL_BODY_BYTES = 256 * 2**10
-
 
 @dataclass(frozen=True)
 class Service:
     """The worker, and what can be said of its model before it is loaded.
 
     keep_alive_s: the longest silence of a stream. whole_silence_s: the longest before the first
-    byte of an answer that is not streamed. count_s: how long any waits for its prompt's count.
+    byte of an answer that is not streamed. body_silence_s: the longest in the middle of a body.
+    count_s: how long any answer waits for its prompt's count.
     """
 
     worker: Worker
@@ -73,6 +73,7 @@ class Service:
     keep_alive_s: float = KEEP_ALIVE_S
     whole_silence_s: float = WHOLE_SILENCE_S
     max_body_bytes: int = MAX_BODY_BYTES
+    body_silence_s: float = BODY_SILENCE_S
     count_s: float = COUNT_S
     _intake: Intake = field(
         default_factory=lambda: Intake(MAX_BODIES_BYTES), init=False, repr=False
@@ -98,11 +99,12 @@ class Service:
         """A request's body. Raises BadRequest, ApiError, ClientGone, Overloaded."""
         with self._intake.body() as take:
             try:
-                data = await received(http, self.max_body_bytes, take)
+                data = await received(http, self.max_body_bytes, take, self.body_silence_s)
             except Overloaded:
                 self.worker.counts.refused += 1
                 raise
-            if len(data) <= _SMALL_BODY_BYTES:
+            # A larger one is parsed in a thread: until it is, no other client would be answered.
+            if len(data) <= SMALL_BODY_BYTES:
                 return json_object(data)
             return await self.read(lambda: json_object(data))
 

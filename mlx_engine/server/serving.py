@@ -32,19 +32,40 @@ _LOOK_S = 0.1
 _LEFT_CODE = 130
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one. Raises BadRequest where it cannot."""
+def numeric(host: str) -> str:
+    """The address that a name, or an address, stands for. Raises BadRequest where it is none."""
+    if not host:
+        raise BadRequest("the host is empty: give an address, as 127.0.0.1, or 0.0.0.0 for all")
     try:
-        found = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
-        )
-        family, _, _, _, address = found[0]
-        return socket.create_server((str(address[0]), port), family=family, backlog=128)
-    except (OSError, OverflowError, UnicodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+        return socket.getnameinfo(found[0][4], flags)[0]
+    except (OSError, UnicodeError) as error:
         raise BadRequest(
-            f"{host} port {port} cannot be served ({reason}): choose others by --host and --port"
+            f"the host {host!r} is no address and no known name ({_reason(error)}): give an "
+            "address of this machine"
         ) from None
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at a numeric address, "::" for IPv4 too; port 0 takes a free one.
+
+    Raises BadRequest where it cannot.
+    """
+    try:
+        family, _, _, _, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(
+            bound, family=family, backlog=128, dualstack_ipv6=address == "::"
+        )
+    except (OSError, OverflowError, ValueError) as error:
+        raise BadRequest(
+            f"{address} port {port} cannot be served ({_reason(error)}): choose others by --host "
+            "and --port"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def address_of(listener: socket.socket) -> str:

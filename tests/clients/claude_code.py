@@ -18,12 +18,12 @@ from mlx_engine.server.claude_code import environment
 _INSTALLED = Path(__file__).resolve().parents[2] / "build" / "clients" / "node_modules"
 _PATIENT_S = 180
 # Nobody listens there: what asks another machine fails at once.
-_DEAD_PROXY = "http://127.0.0.1:9"
+DEAD_PROXY = "http://127.0.0.1:9"
 
 # Variables that keep Claude Code on this machine.
 ALONE = {
-    "HTTP_PROXY": _DEAD_PROXY,
-    "HTTPS_PROXY": _DEAD_PROXY,
+    "HTTP_PROXY": DEAD_PROXY,
+    "HTTPS_PROXY": DEAD_PROXY,
     "NO_PROXY": "127.0.0.1",
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_TELEMETRY": "1",

@@ -85,9 +85,10 @@ def test_cuda_says_what_is_wrong_with_a_source() -> None:
 
 
 def test_machine_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS41_CUDA_CACHE", str(tmp_path))
+    monkeypatch.setenv("DS41_CACHE_DIR", str(tmp_path))
     source = 'extern "C" __global__ void f(float* x) { *x = 1.0f; }'
     code = compiler.cubin(source, "sm_80")
     monkeypatch.setattr(compiler, "compiled", None)
     assert compiler.cubin(source, "sm_80") == code
+    assert [path.parent for path in tmp_path.rglob("*.cubin")] == [tmp_path / "cuda"]
     assert code.startswith(b"\x7fELF")

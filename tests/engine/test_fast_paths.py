@@ -5,7 +5,7 @@ import logging
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -107,18 +107,25 @@ def test_in_cuda_a_self_test_leaves_all_but_kernels_to_the_cpu(
     only_these_probes: dict[str, Callable[[], bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Since MLX compiles its own operations there at their first use, for a minute and a half."""
-    streams: list[object] = []
+    entered: list[object] = []
 
-    def noted(device: object) -> AbstractContextManager[None]:
-        streams.append(device)
-        return nullcontext()
+    @contextmanager
+    def noted(device: object) -> Generator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    def probe() -> bool:
+        seen.append(list(entered))
+        return True
 
     monkeypatch.setattr(mx, "stream", noted)
-    only_these_probes["linear"] = lambda: True
-    launch.start(Factory())
-    assert not streams
-    launch.start(CudaKernels())
-    assert streams == [mx.cpu]
+    only_these_probes |= {"linear": probe, "mhc": probe}
+    for factory, devices in ((Factory(), []), (CudaKernels(), [mx.cpu])):
+        seen: list[list[object]] = []
+        launch.start(factory)
+        assert seen == [devices, devices]
+        assert not entered
 
 
 def test_a_kernel_that_fails_at_other_sizes_falls_back(

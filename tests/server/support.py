@@ -108,6 +108,7 @@ def serving(
     load: Load | None = None,
     keep_alive_s: float = 5.0,
     whole_silence_s: float = 30.0,
+    body_silence_s: float = PATIENCE_S,
     count_s: float = PATIENCE_S,
     **options: Any,
 ) -> Generator[Server]:
@@ -119,6 +120,7 @@ def serving(
             engine.context_tokens,
             keep_alive_s=keep_alive_s,
             whole_silence_s=whole_silence_s,
+            body_silence_s=body_silence_s,
             count_s=count_s,
         )
         yield Server(create_app(service, access or Access()), service, engine)

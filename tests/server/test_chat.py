@@ -343,7 +343,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls: it is true or false"),
         ({"stream": "yes"}, "stream: it is true or false"),
         ({"stream_options": 1}, "stream_options: it is an object"),
-        ({"thinking": {"type": "hard"}}, "unknown variant `hard`"),
+        ({"thinking": {"type": "hard"}}, "thinking.type: it is one of"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(changed: Object, sentence: str):

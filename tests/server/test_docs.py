@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from mlx_engine.server import chat, completions, fields, messages_in, responses_in
-from mlx_engine.server.body import IMAGE_NOTE, MAX_BODIES_BYTES, MAX_BODY_BYTES
+from mlx_engine.server.body import (
+    BODY_SILENCE_S,
+    IMAGE_NOTE,
+    MAX_BODIES_BYTES,
+    MAX_BODY_BYTES,
+    SMALL_BODY_BYTES,
+)
 from mlx_engine.server.sse import KEEP_ALIVE_S, WHOLE_SILENCE_S
 
 DOCS = (Path(__file__).parents[2] / "docs/server.md").read_text()
@@ -18,8 +24,7 @@ def test_every_known_field_is_described(column: int) -> None:
     rows = [line.split("|")[1:-1] for line in DOCS.splitlines() if line.startswith("|")]
     named = re.findall(r"`(\w+)`", " ".join(row[column] for row in rows if len(row) == 5))
     for_all = {"stream", "model", *fields.SAMPLING_FIELDS}
-    known = COLUMNS[column].KNOWN_FIELDS
-    assert set(named) | for_all == known
+    assert set(named) | for_all == set(COLUMNS[column].KNOWN_FIELDS)
     assert all(f"`{name}`" in DOCS for name in for_all)
 
 
@@ -27,6 +32,8 @@ def test_the_numbers_are_those_of_the_code() -> None:
     for number in (
         f"at most {MAX_BODY_BYTES // 2**20} MiB",
         f"{MAX_BODIES_BYTES // 2**20} MiB together",
+        f"the first\n{SMALL_BODY_BYTES // 2**10} KiB of each",
+        f"nothing comes for {BODY_SILENCE_S:g} seconds",
         f"{fields.MAX_MESSAGES:,} messages",
         f"{fields.MAX_TOOLS:,} tools",
         f"{fields.MAX_STOP_STRINGS} stop\nstrings of {fields.MAX_STOP_CHARACTERS:,} characters",

@@ -14,6 +14,12 @@ from tests.server.support import on_port, serving
 
 COMMAND = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.main import app; app()"]
 KEY = "a key of ours"
+ELSEWHERE = {
+    "ANTHROPIC_API_KEY": "a key for elsewhere",
+    "CLAUDE_CODE_USE_FOUNDRY": "1",
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "NO_PROXY": "home.example",
+}
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def launch(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PATH": str(path), "ANTHROPIC_API_KEY": "a key for elsewhere"}
+    variables = {**os.environ, "PATH": str(path), **ELSEWHERE}
     command = [*COMMAND, "launch", "claude", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
 
@@ -41,13 +47,21 @@ def test_claude_code_starts_with_the_servers_variables(folder: Path) -> None:
         refused = launch(folder, "--url", address)
         absent = launch(folder / "elsewhere", *own)
     assert run.returncode == 0, run.stderr
-    args, variables = json.loads(run.stdout)
+    (option, settings, *args), variables = json.loads(run.stdout)
     assert args == ["-p", "a question", "--model", "x", "-h"]
+    assert option == "--settings" and KEY not in settings
+    told = json.loads(settings)["env"]
+    assert told["ANTHROPIC_BASE_URL"] == address
+    assert {name for name in ELSEWHERE if told.get(name) == ""} == {
+        "ANTHROPIC_API_KEY",
+        "CLAUDE_CODE_USE_FOUNDRY",
+    }
+    assert variables["NO_PROXY"] == variables["no_proxy"] == "home.example,127.0.0.1"
     assert variables["ANTHROPIC_BASE_URL"] == address
     assert variables["ANTHROPIC_AUTH_TOKEN"] == KEY
     assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "123456"
     assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "123456"
-    assert "ANTHROPIC_API_KEY" not in variables
+    assert not {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_FOUNDRY"} & variables.keys()
     assert refused.returncode == 2 and "the key is missing or wrong" in refused.stderr
     assert absent.returncode == 2 and "claude is not on the PATH" in absent.stderr
     nobody = launch(folder, *own)

@@ -57,6 +57,7 @@ PATCH: Object = {"type": "custom", "name": "apply_patch", "description": "d"}
         (CHAT, {"messages": [HI], "thinking": {"type": "enabled", "budget": 1}}, "'budget'"),
         (RESPONSES, {"input": [HI | {"name": "n"}]}, "item: the field 'name'"),
         (RESPONSES, {"input": "Hi", "reasoning": {"summary": "auto"}}, "the field 'summary'"),
+        (RESPONSES, {"input": "Hi", "include": ["web_search_call.results"]}, "web_search_call"),
         (
             RESPONSES,
             {"input": "Hi", "tools": [{"type": "function", "name": "f", "strict": True}]},
@@ -98,6 +99,8 @@ def test_what_agents_send_by_the_way_is_nothing_to_note(
             (MESSAGES, of_block(citations=None)),
             (CHAT, {"messages": [HI | {"name": None}], "reasoning": {"effort": "low"}}),
         ]
+        included = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+        bodies.append((RESPONSES, {"input": "Hi", "include": included}))
         output = server.ask("POST", RESPONSES, json={"input": "Hi"}).json()["output"]
         bodies.append((RESPONSES, {"input": [HI, *output, HI]}))
         for path, sent in bodies:

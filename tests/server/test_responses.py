@@ -327,7 +327,7 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
         ({"tools": [{"name": "x"}]}, "tools.0.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice: it is"),
         ({"tool_choice": "required"}, "without any tool"),
-        ({"instructions": 1}, "instructions: it is missing, or no string"),
+        ({"instructions": 1}, "instructions: it is a string"),
         ({"max_output_tokens": 0}, "max_tokens is 0"),
     ],
 )

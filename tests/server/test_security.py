@@ -60,6 +60,7 @@ def test_every_path_asks_for_the_key_even_where_nothing_is() -> None:
         ("[::1]:8041", True),
         ("192.168.1.5", True),
         ("mac.example", True),
+        ("MAC.example", True),
         ("evil.example", False),
         ("localhost.evil.example:8041", False),
         ("127.0.0.1.evil.example", False),
@@ -79,7 +80,7 @@ def test_every_path_asks_for_the_key_even_where_nothing_is() -> None:
     ],
 )
 def test_a_foreign_name_is_refused(host: str, is_ours: bool) -> None:
-    access = Access(host_names=frozenset({"mac.example"}))
+    access = Access(host_names=frozenset({"Mac.example"}))
     with serving(ScriptedEngine("</think>Hello"), access=access) as server:
         response = server.ask("POST", "/v1/messages", headers={"host": host}, json=messages_body())
         assert response.status_code == (200 if is_ours else 403)
@@ -148,11 +149,10 @@ def test_what_is_no_origin_is_refused(given: str) -> None:
         ("127.0.0.1", True),
         ("127.0.0.7", True),
         ("::1", True),
-        ("localhost", True),
         ("0.0.0.0", False),
         ("::", False),
         ("192.168.1.5", False),
-        ("mac.example", False),
+        ("fe80::1%lo", False),
     ],
 )
 def test_which_addresses_only_this_machine_reaches(address: str, is_local: bool) -> None:

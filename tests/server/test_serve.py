@@ -111,9 +111,14 @@ class Program:
 
 
 @contextmanager
-def running(*args: str, command: Sequence[str] = COMMAND) -> Generator[Program]:
-    words = [*command, "serve", "--port", "0", *args]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def running(
+    *args: str, serve: Sequence[str] = (*COMMAND, "serve"), cwd: Path | None = None
+) -> Generator[Program]:
+    """A server on a free port; `serve` is the command that starts it, seen from `cwd`."""
+    command = [*serve, "--port", "0", *args]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd
+    ) as process:
         try:
             assert process.stdout is not None
             variables: dict[str, str] = {}
@@ -187,7 +192,7 @@ def test_a_second_signal_waits_for_nothing(
 ) -> None:
     first, second = signals
     command = (*prefix, *PYTHON, ENDLESS)
-    with running("--kv-disk-dir", "none", command=command) as program:
+    with running("--kv-disk-dir", "none", serve=(*command, "serve")) as program:
         assert program.process.stdout is not None and program.process.stderr is not None
         url = urlsplit(program.address)
         with closing(http.client.HTTPConnection(url.netloc, timeout=PATIENT_S)) as connection:
@@ -200,6 +205,32 @@ def test_a_second_signal_waits_for_nothing(
             assert program.stop(second) == 130
     assert program.errors.splitlines()[-1].startswith("ds41: left at once")
     assert "Traceback" not in program.errors
+
+
+HEADS = {
+    "no HTTP": b"zanzibar\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n"
+    b"Content-Length: 2\r\n\r\n",
+    "a header without end": b"GET / HTTP/1.1\r\nHost: localhost\r\nA: ".ljust(2**16 + 1, b"x"),
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "a chunk of no length": b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nzanzibar\r\n",
+}
+
+
+def test_a_broken_head_is_a_400_and_nothing_in_the_log() -> None:
+    with running("--kv-disk-dir", "none") as program:
+        url = urlsplit(program.address)
+        for what, head in HEADS.items():
+            with socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S) as client:
+                client.sendall(head)
+                with client.makefile("rb") as reader:
+                    answer = reader.read()
+            assert answer.startswith(b"HTTP/1.1 400 "), what
+            assert b"Traceback" not in answer, what
+        assert program.stop() == 0
+    assert "Traceback" not in program.errors and SECRET not in program.errors
 
 
 def create(client: anthropic.Anthropic, **options: Any) -> anthropic.types.Message:
@@ -265,7 +296,11 @@ def test_a_restart_goes_on_from_the_disk(tmp_path: Path) -> None:
         (["--kv-disk-space", "much"], "the size 'much' cannot be read"),
         (["--ctx", "0"], "the context is 0 tokens"),
         (["--model", "absent"], "absent"),
-        (["--host", "127.0.0.300", "--api-key", "k"], "127.0.0.300 port 8041 cannot be served"),
+        (["--host", ""], "the host is empty"),
+        (["--host", "127.0.0.300"], "the host '127.0.0.300' is no address and no known name"),
+        (["--host", "nope.invalid"], "the host 'nope.invalid' is no address and no known name"),
+        (["--host", "a" * 64], "is no address and no known name"),
+        (["--host", "192.0.2.1", "--api-key", "k"], "192.0.2.1 port 8041 cannot be served"),
     ],
 )
 def test_a_bad_option_is_one_sentence(args: list[str], says: str) -> None:
@@ -311,13 +346,19 @@ def test_addresses_are_those_that_reach_the_server() -> None:
             pass
 
 
-def test_an_open_server_says_how_others_reach_it() -> None:
-    with running("--host", "0.0.0.0", "--api-key", "k", "--kv-disk-dir", "none") as program:
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_open_server_says_how_others_reach_it(host: str) -> None:
+    if host == "::" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with running("--host", host, "--api-key", "k", "--kv-disk-dir", "none") as program:
         port = urlsplit(program.address).port
+        for each in ("127.0.0.1", "::1") if host == "::" else ("127.0.0.1",):
+            with socket.create_connection((each, port), timeout=PATIENCE_S):
+                pass
         program.stop()
     named: list[str] = re.findall(r"other machines reach it at (\S+), with the key", program.errors)
     (url,) = map(urlsplit, named)
-    assert (url.scheme, url.port) == ("http", port) and url.hostname not in ("", "0.0.0.0")
+    assert (url.scheme, url.port) == ("http", port) and url.hostname not in ("", host)
 
 
 def test_the_variables_for_claude_code_name_the_window() -> None:

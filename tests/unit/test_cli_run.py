@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mlx_engine.cli import folders
+from mlx_engine import folders
 from mlx_engine.cli.main import app
 from mlx_engine.engram_table import EngramStats
 from mlx_engine.ops.launch import FastPaths

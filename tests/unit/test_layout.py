@@ -26,7 +26,7 @@ LOCK_FILES = ("requirements.lock", "requirements-dev.lock")
 # Low to high. A module imports from its own row and the rows above it in this table.
 RANKS = (
     ("errors", "host_memory"),
-    ("diskcache", "cache_file", "json_file"),
+    ("diskcache", "cache_file", "folders", "json_file"),
     ("config", "layer_plan", "config_file", "formats"),
     ("hosts", "calls", "ranks"),
     ("inventory", "shards", "weights", "memory", "devices"),
