@@ -125,6 +125,7 @@ def serve_command(
     from mlx_engine.loading import open_model
     from mlx_engine.memory import ANSWERS
     from mlx_engine.server.app import create_app
+    from mlx_engine.server.connections import allow_many
     from mlx_engine.server.security import Access, is_loopback, origins
     from mlx_engine.server.service import MODEL_NAME, Service
     from mlx_engine.server.serving import Serving, address_of, listen, numeric
@@ -150,6 +151,7 @@ def serve_command(
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
     opened = open_model(model_directory(model), context_tokens=ctx)
     check_named(kv_disk_dir, kv_space_bytes)
+    allow_many()
     listener = listen(bound, port)
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.server.body import IMAGE_NOTE, check_fields, note
-from mlx_engine.server.fields import Object, Types, as_string, quoted
+from mlx_engine.server.fields import Object, Types, as_object, as_string, quoted
 
 # Of all kinds. Callers, and what is to be cached, are the matter of the vendor's own servers.
 BLOCK_FIELDS: Types = {
@@ -70,14 +70,13 @@ def assistant_blocks(blocks: Sequence[Object], where: str) -> list[Object]:
                 if text:
                     kept.append({"type": "text", "text": text})
             case "tool_use":
-                if not isinstance(block.get("input", {}), dict):
-                    raise BadRequest(f"{where}.{i}.input: the input of a tool is an object")
+                given = block.get("input")
                 kept.append(
                     {
                         "type": "tool_use",
                         "id": _string(block, "id", f"{where}.{i}"),
                         "name": _string(block, "name", f"{where}.{i}"),
-                        "input": block.get("input", {}),
+                        "input": {} if given is None else as_object(given, f"{where}.{i}.input"),
                     }
                 )
             case kind:
@@ -92,8 +91,9 @@ def _tool_result(block: Object, where: str) -> Object:
         content = ""
     if isinstance(content, list):
         inner = cast(list[Any], content)
-        texts = [text for i, each in enumerate(inner) for text in _texts(each, f"{where}.{i}")]
-        content = "\n\n".join(texts)
+        content = "\n\n".join(
+            text for i, each in enumerate(inner) for text in _texts(each, f"{where}.content.{i}")
+        )
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content: a result is a string or a list of blocks")
     tool_use_id = _string(block, "tool_use_id", where)

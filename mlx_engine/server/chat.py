@@ -212,11 +212,12 @@ def _tools(tools: Any) -> list[Object]:
     cleaned: list[Object] = []
     for i, each in enumerate(as_list(tools or [], "tools", fields.MAX_TOOLS)):
         tool = as_object(each, f"tools.{i}")
-        if tool.get("type", "function") != "function":
+        if tool.get("type") not in (None, "function"):
             raise BadRequest(f"tools.{i}: functions are the only tools that are supported")
         note_unknown(f"{PATH} tool", tool, ("type", "function"))
-        function = as_object(tool.get("function"), f"tools.{i}.function")
-        cleaned.append({"type": "function", "function": openai_in.function_fields(PATH, function)})
+        where = f"tools.{i}.function"
+        function = openai_in.function_fields(PATH, as_object(tool.get("function"), where), where)
+        cleaned.append({"type": "function", "function": function})
     return cleaned
 
 

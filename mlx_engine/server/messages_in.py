@@ -223,8 +223,9 @@ def _tools(tools: list[Any]) -> list[Object]:
 
 def _tool(tool: Any, where: str) -> Iterator[Object]:
     tool = as_object(tool, where)
-    kind = as_string(tool.get("type", "custom"), f"{where}.type")
-    if kind != "custom":
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        kind = as_string(kind, f"{where}.type")
         # Anthropic's servers run these themselves, and their prompts describe them.
         if not kind.startswith(("web_search", "web_fetch", "tool_search", "code_execution")):
             raise BadRequest(
@@ -241,7 +242,7 @@ def _tool(tool: Any, where: str) -> Iterator[Object]:
     if schema.get("type") is None:
         schema = {"type": "object", **{k: v for k, v in schema.items() if k != "type"}}
     # All tools are shown: no search would find one that is deferred.
-    yield {"name": tool.get("name"), "input_schema": schema} | {
+    yield {"name": as_string(tool.get("name"), f"{where}.name"), "input_schema": schema} | {
         key: tool[key] for key in ("description", "strict") if tool.get(key) is not None
     }
 

@@ -106,8 +106,12 @@ def text_of(path: str, content: Any, where: str, *, is_newest: bool) -> str:
     return "\n\n".join(texts)
 
 
-def function_fields(path: str, function: Object) -> Object:
-    """What the converter takes of a function's declaration; its parameters are an object's."""
+def function_fields(path: str, function: Object, where: str) -> Object:
+    """What the converter takes of a function's declaration; its parameters are an object's.
+
+    Raises BadRequest for one without a name.
+    """
+    as_string(function.get("name"), f"{where}.name")
     note_unknown(f"{path} function", function, (*_FUNCTION_FIELDS, "type"))
     note_form(path, function)
     known = {key: function[key] for key in _FUNCTION_FIELDS if function.get(key) is not None}

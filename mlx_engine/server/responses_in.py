@@ -197,7 +197,8 @@ def _item(item: Object, where: str, *, is_newest: bool) -> Object | None:
             return {"role": role, "content": text}
         case "reasoning":
             # A summary is not what the model wrote.
-            text = openai_in.text_of(PATH, item.get("content") or "", where, is_newest=False)
+            content = item.get("content") or ""
+            text = openai_in.text_of(PATH, content, f"{where}.content", is_newest=False)
             content = [{"type": "reasoning_text", "text": text}] if text else []
             signature = item.get("encrypted_content") or ""
             return {
@@ -248,13 +249,14 @@ def _tools(tools: Iterable[Any]) -> Iterator[Object]:
         tool = as_object(each, f"tools.{i}")
         kind = as_string(tool.get("type"), f"tools.{i}.type")
         if kind == "function":
-            yield {"type": kind} | openai_in.function_fields(PATH, tool)
+            yield {"type": kind} | openai_in.function_fields(PATH, tool, f"tools.{i}")
         elif kind == "custom":
             as_string(tool.get("name"), f"tools.{i}.name")
             check_fields(f"{PATH} custom tool", tool, _CUSTOM_FIELDS, f"tools.{i}")
             note_form(PATH, tool)
             yield {key: value for key, value in tool.items() if value is not None}
         elif kind == "namespace":
+            as_string(tool.get("name"), f"tools.{i}.name")
             check_fields(f"{PATH} namespace", tool, _NAMESPACE_FIELDS, f"tools.{i}")
             inner = as_list(tool.get("tools") or [], f"tools.{i}.tools")
             yield tool | {"tools": list(_tools(inner))}

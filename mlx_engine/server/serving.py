@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_engine.errors import BadRequest
+from mlx_engine.server.connections import Connection
 from mlx_engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Serving:
             access_log=False,
             lifespan="off",
             loop="asyncio",
-            http="h11",
+            http=Connection,
             ws="none",
             server_header=False,
             timeout_keep_alive=_KEEP_CONNECTION_S,

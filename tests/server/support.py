@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_engine.server.app import create_app
+from mlx_engine.server.connections import Connection
 from mlx_engine.server.security import Access
 from mlx_engine.server.service import Service
 from mlx_engine.worker import AnsweringEngine, Load, Worker
@@ -129,7 +130,9 @@ def serving(
 @contextmanager
 def on_port(app: ASGIApp) -> Generator[str]:
     """The application on a free port of this machine: its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, http=Connection, log_config=None, lifespan="off"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -13,6 +13,7 @@ from mlx_engine.server.body import (
     MAX_BODY_BYTES,
     SMALL_BODY_BYTES,
 )
+from mlx_engine.server.connections import HEAD_SILENCE_S
 from mlx_engine.server.sse import KEEP_ALIVE_S, WHOLE_SILENCE_S
 
 DOCS = (Path(__file__).parents[2] / "docs/server.md").read_text()
@@ -29,6 +30,7 @@ def test_every_known_field_is_described(column: int) -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
+    assert HEAD_SILENCE_S == BODY_SILENCE_S  # named once
     for number in (
         f"at most {MAX_BODY_BYTES // 2**20} MiB",
         f"{MAX_BODIES_BYTES // 2**20} MiB together",

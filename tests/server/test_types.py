@@ -228,6 +228,42 @@ def test_a_value_of_a_wrong_type_is_refused_wherever_it_stands(path: str) -> Non
         assert len(server.engine.courses) == n_answered
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_null_is_as_good_as_no_value(path: str) -> None:
+    """So clients send it that write all fields of a type."""
+    body = BODIES[path]
+    with serving(ScriptedEngine("</think>Hello", context_tokens=10_000)) as server:
+        for place, _ in places(body):
+            if isinstance(place[-1], int):
+                continue
+            null = replaced(body, place, None)
+            holder: Any = (absent := copy.deepcopy(body))
+            for key in place[:-1]:
+                holder = holder[key]
+            del holder[place[-1]]
+            statuses = [server.ask("POST", path, json=each).status_code for each in (null, absent)]
+            assert statuses in ([200, 200], [400, 400]), (place, statuses)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/messages", ("tools", 0, "name")),
+        ("/v1/messages", ("messages", 2, "content", 0, "content", 0, "text")),
+        (chat.PATH, ("tools", 0, "function", "name")),
+        (responses_in.PATH, ("tools", 0, "name")),
+        (responses_in.PATH, ("tools", 1, "name")),
+        (responses_in.PATH, ("input", 1, "content", 0, "text")),
+    ],
+)
+def test_what_is_missing_is_named_by_its_place(path: str, place: tuple[Any, ...]) -> None:
+    with serving(ScriptedEngine("</think>Hello")) as server:
+        answer = server.ask("POST", path, json=replaced(BODIES[path], place, None))
+        assert answer.status_code == 400
+        where = ".".join(map(str, place))
+        assert answer.json()["error"]["message"] == f"{where}: it is missing, or no string"
+
+
 KNOWN: dict[str, Types] = {
     "/v1/messages": messages_in.KNOWN_FIELDS,
     chat.PATH: chat.KNOWN_FIELDS,
