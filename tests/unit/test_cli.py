@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 import mlx_engine
 from mlx_engine.cli.main import app
-from mlx_engine.cli.start import main
 from mlx_engine.errors import (
     BadRequest,
     CacheCorrupt,
@@ -231,14 +230,61 @@ def _read_terminal(leader: int) -> bytes:
         return b""
 
 
-def test_a_ctrl_c_before_the_command_is_there_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+# What a command may end with, and a thread that would abort the interpreter's own end.
+ENDING = """
+import sys, threading
+import mlx.core as mx
+from mlx_engine.cli import main, start
 
-    monkeypatch.setattr("mlx_engine.cli.main.app", interrupted)
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 130
+def compute():
+    while True:
+        mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
+        is_at_work.set()
+
+def app():
+    sys.stdout.write("said")
+    is_at_work.wait(60)
+    {end}
+
+is_at_work = threading.Event()
+threading.Thread(target=compute, daemon=True).start()
+main.app = app
+start.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("return", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('it broke')", 1, "it broke\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise ZeroDivisionError", 1, "ZeroDivisionError\n"),
+    ],
+)
+def test_the_process_ends_with_its_code_whatever_is_at_work_in_it(
+    end: str, code: int, said: str
+) -> None:
+    command = [sys.executable, "-c", ENDING.format(end=end)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (code, "said")
+    assert run.stderr.endswith(said) and ("Traceback" in run.stderr) == ("Zero" in end)
+    assert said or not run.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_an_output_that_cannot_be_written_is_no_success() -> None:
+    command = [sys.executable, "-c", ENDING.format(end="return")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, cwd=ROOT, stdout=full, timeout=120).returncode == 1
+
+
+def test_no_output_at_all_is_none_to_be_written() -> None:
+    command = [sys.executable, "-c", "from mlx_engine.cli.start import main; main()", "--version"]
+    run = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], cwd=ROOT, timeout=60)
+    assert run.returncode == 0
 
 
 def test_a_ctrl_c_while_an_extension_is_imported_ends_quietly(
