@@ -56,7 +56,7 @@ PATIENCE_S = 600
 RANDOM = np.random.default_rng(SEED)
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
-OWN = (sys.executable, "-c", "from mlx_engine.cli.main import app; app()", "serve")
+OWN = (sys.executable, "-c", "from mlx_engine.cli.start import main; main()", "serve")
 PEER = (sys.executable, "-m", "mlx_lm", "server", "--host", "127.0.0.1", "--log-level", "ERROR")
 
 

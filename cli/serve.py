@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
+from mlx_engine.cli.ending import leave
 from mlx_engine.cli.folders import model_directory
 from mlx_engine.cli.kv_disk import SPACE, check_named, kv_directory, kv_disk, parse_bytes
 from mlx_engine.cli.options import (
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from mlx_engine.loading import OpenModel
 
 PORT = 8041
+
+# After a second signal, whichever they were.
+_LEFT_CODE = 130
 
 # Addresses that stand for all that this machine has.
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -179,7 +183,7 @@ def serve_command(
     model_name = "a tiny random model" if model is None else MODEL_NAME
     service = Service(worker, opened.tokenizer, opened.context_tokens, model_name=model_name)
     app = create_app(service, access)
-    serving = Serving(app, worker, listener)
+    serving = Serving(app, worker, listener, leave=lambda: leave(_LEFT_CODE))
     logging.getLogger("mlx_engine").setLevel(logging.WARNING if is_quiet else logging.INFO)
     elsewhere = _outer_address(listener) if bound in _EVERYWHERE else None
     _greet(

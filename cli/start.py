@@ -1,27 +1,31 @@
-"""The program's entry and its end: an early Ctrl-C is quiet, and nothing holds the end up."""
+"""The program's entry: imports the command line where a Ctrl-C already ends it quietly."""
 
-import os
 import sys
-from contextlib import suppress
 from typing import NoReturn
+
+from mlx_engine.cli.ending import leave
 
 
 def main() -> NoReturn:
-    """Run `ds41` and end the process; 130 for a Ctrl-C that comes before a command could see it.
-
-    Neither threads nor destructors are waited for: MLX's wait for the device, and that may wait for
-    ever for another one which is gone.
-    """
-    code: object = 0
+    """Run `ds41`; its exit code for a Ctrl-C that comes before a command could see it is 130."""
     try:
         from mlx_engine.cli.main import app
 
         app()
-    except KeyboardInterrupt:
-        code = 130
     except SystemExit as end:
-        code = end.code
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code if isinstance(code, int) else 1 if code else 0)
+        leave(_code(end))
+    except KeyboardInterrupt:
+        leave(130)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        leave(1)
+    leave(0)
+
+
+def _code(end: SystemExit) -> int:
+    """The exit code, as the interpreter reads it."""
+    if isinstance(end.code, int):
+        return end.code
+    if end.code is not None:
+        print(end.code, file=sys.stderr)
+    return 0 if end.code is None else 1

@@ -5,9 +5,9 @@ error event, the worker closes its engine. A second signal ends the process wher
 """
 
 import logging
-import os
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -28,9 +28,6 @@ _KEEP_CONNECTION_S = 120
 
 # Who waits for a thread on every system sees a signal between two looks at it.
 _LOOK_S = 0.1
-
-# As a shell has it of a program that Ctrl-C ended.
-_LEFT_CODE = 130
 
 
 def numeric(host: str) -> str:
@@ -81,10 +78,12 @@ class Serving:
     """Serves an application on a socket until a signal comes, or the worker fails.
 
     To be run in the main thread, which the signals reach, of a process that ends then: it heeds
-    them to its very end.
+    them to its very end. `leave` ends the process at once, whatever is at work in it.
     """
 
-    def __init__(self, app: ASGIApp, worker: Worker, listener: socket.socket) -> None:
+    def __init__(
+        self, app: ASGIApp, worker: Worker, listener: socket.socket, leave: Callable[[], NoReturn]
+    ) -> None:
         self._worker = worker
         self._listener = listener
         config = uvicorn.Config(
@@ -99,7 +98,7 @@ class Serving:
             timeout_keep_alive=_KEEP_CONNECTION_S,
             timeout_graceful_shutdown=_DRAIN_S,
         )
-        self._server = _Server(config, worker)
+        self._server = _Server(config, worker, leave)
 
     def run(self) -> None:
         """Serve. Raises what ended the worker, if that was not a signal."""
@@ -125,14 +124,20 @@ class Serving:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, leave: Callable[[], NoReturn]
+    ) -> None:
         super().__init__(config)
         self._worker = worker
+        self._leave = leave
         self._signal: signal.Signals | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._signal is not None:
-            _leave()
+            try:
+                log.warning("left at once: what was not on disk yet is lost")
+            finally:
+                self._leave()
         self._signal = signal.Signals(sig)
         self.should_exit = True
 
@@ -146,14 +151,3 @@ class _Server(uvicorn.Server):
         # Streams that have been told of the end close by themselves.
         self._worker.stop()
         await super().shutdown(sockets)
-
-
-def _leave() -> NoReturn:
-    """End the process, whatever is at work in it.
-
-    An interpreter that ends in order would take the device from under the worker's thread.
-    """
-    try:
-        log.warning("left at once: what was not on disk yet is lost")
-    finally:
-        os._exit(_LEFT_CODE)

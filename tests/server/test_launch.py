@@ -12,7 +12,7 @@ from mlx_engine.server.security import Access
 from tests.scripted_engine import ScriptedEngine
 from tests.server.support import on_port, serving
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.main import app; app()"]
+COMMAND = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.start import main; main()"]
 KEY = "a key of ours"
 ELSEWHERE = {
     "ANTHROPIC_API_KEY": "a key for elsewhere",

@@ -28,7 +28,7 @@ from mlx_engine.tiny import tiny_checkpoint
 from tests.server.support import PATIENCE_S, messages_body, sent_events
 
 PYTHON = [sys.executable, "-W", "error", "-c"]
-COMMAND = [*PYTHON, "from mlx_engine.cli.main import app; app()"]
+COMMAND = [*PYTHON, "from mlx_engine.cli.start import main; main()"]
 PATIENT_S = 120
 SECRET = "zanzibar"
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -45,7 +45,7 @@ def respond(self, request, *, cancelled):
     yield
 
 Engine.respond = respond
-from mlx_engine.cli.main import app; app()
+from mlx_engine.cli.start import main; main()
 """
 # As a shell without job control starts what is to go on in the background.
 IN_BACKGROUND = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")

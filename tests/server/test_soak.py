@@ -37,6 +37,8 @@ GROWTH_BYTES_PER_100_TURNS = 1e6
 DISK_BYTES = 8_000_000
 TURNS_BYTES = 60_000
 MEMO_BYTES = 30_000
+# The tokenizer's library keeps the tokens of so many words, and of no more.
+WORDS = 10_000
 POOLS = ("asyncio_", "counting_")
 PATIENT_S = 3 * PATIENCE_S
 
@@ -156,6 +158,8 @@ def test_nothing_grows_in_a_long_agents_session(
 ) -> None:
     monkeypatch.setattr("mlx_engine.prompt._MEMO_BYTES", MEMO_BYTES)
     opened = open_tiny(tmp_path)
+    for number in range(WORDS):
+        opened.tokenizer.encode_text(f"word{number}")
     looks: list[Held] = []
     with (
         open_disk_cache(opened, tmp_path, DISK_BYTES) as disk_cache,
