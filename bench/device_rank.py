@@ -23,6 +23,7 @@ from mlx_engine.config import ModelConfig
 from mlx_engine.decoder import Decoder
 from mlx_engine.devices import ONE, Devices
 from mlx_engine.engram import EngramReader
+from mlx_engine.identity import state_digest
 from mlx_engine.model import Model
 from mlx_engine.ops import launch
 from mlx_engine.ops.experts import moe
@@ -308,6 +309,7 @@ def _passes(subject: Model, engram: EngramReader, chunk: int) -> dict[str, Any]:
         "step_ms": statistics.median(steps[WARM:]),
         "step_ms_per_layer": statistics.median(steps[WARM:]) / layers,
         "drawn": drawn,
+        "state": state_digest(session.state),
     }
 
 

@@ -49,8 +49,9 @@ def main() -> int:
         settings = ["default"] if given.small else [*SETTINGS]
         found["exchange"] = {name: bench.run("exchange", COUNT, name) for name in settings}
         found["exchange"] = {name: made for name, made in found["exchange"].items() if made}
-        best = min(found["exchange"], key=lambda name: _sum_us(found["exchange"][name]))
-        found["quickest"] = best
+        if found["exchange"]:
+            best = min(found["exchange"], key=lambda name: _sum_us(found["exchange"][name]))
+            found["quickest"] = best
     if "experts" in parts:
         found["experts"] = bench.run("experts", 1)
     if "one" in parts:
@@ -100,8 +101,11 @@ class _Bench:
                 return None
             print(took, flush=True)
             made = [json.loads((folder / f"out.{r}.json").read_text()) for r in range(count)]
+        if part == "exchange":
+            for tokens, ways in made[0].items():
+                ways["same bits"] = all(each[tokens]["same bits"] for each in made)
         if part == "model":
-            made[0]["same tokens"] = all(each["drawn"] == made[0]["drawn"] for each in made)
+            made[0]["same state"] = all(each["state"] == made[0]["state"] for each in made)
             made[0]["weights_GB of each"] = [each["weights_GB"] for each in made]
         return made[0]
 

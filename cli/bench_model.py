@@ -103,23 +103,23 @@ def model_command(
                 prompt = _random_tokens(engine, length, numbers)
                 done.append(_measure(engine, prompt, n_answered))
                 typer.echo(_line(done[-1]))
-    record = {
-        "bench": "model",
-        "machine": str(mx.device_info().get("device_name", platform.machine())),
-        "computes_by": machine_memory().kind,
-        "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
-        "mlx": metadata.version("mlx"),
-        "ds41": mlx_engine.__version__,
-        "model": opened.checkpoint.directory.resolve().name,
-        "layers": opened.config.num_hidden_layers,
-        "devices": spread.count,
-        "dtype": dtype,
-        "prefill": prefill,
-        "answered_tokens": tokens,
-        "load_s": float(f"{terminal.load_s:.4g}"),
-        "contexts": [_figures(each) for each in done],
-    }
-    typer.echo(json.dumps(record))
+            record = {
+                "bench": "model",
+                "machine": str(mx.device_info().get("device_name", platform.machine())),
+                "computes_by": machine_memory().kind,
+                "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
+                "mlx": metadata.version("mlx"),
+                "ds41": mlx_engine.__version__,
+                "model": opened.checkpoint.directory.resolve().name,
+                "layers": opened.config.num_hidden_layers,
+                "devices": spread.count,
+                "dtype": dtype,
+                "prefill": prefill,
+                "answered_tokens": tokens,
+                "load_s": float(f"{terminal.load_s:.4g}"),
+                "contexts": [_figures(each) for each in done],
+            }
+            typer.echo(json.dumps(record))
 
 
 def _lengths(contexts: str) -> list[int]:

@@ -47,10 +47,11 @@ def loaded_engine(
             opened = open_model(directory, context_tokens=ctx)
             opened.check(request)
             check_named(kv_disk_dir, kv_space_bytes)
+            # What waits for the disk is written before the other devices' end can fail.
+            lead = stack.enter_context(spread.lead(opened, dtype, prefill))
             disk_cache = stack.enter_context(
                 kv_disk(opened, dtype, kv_folder, kv_space_bytes, signals.numbers)
             )
-            lead = stack.enter_context(spread.lead(opened, dtype, prefill))
             engine = opened.load(
                 dtype,
                 prefill=prefill,

@@ -161,8 +161,8 @@ def serve_command(
     @contextmanager
     def load(on_progress: Callable[[int, int], None]) -> "Generator[Engine]":
         with (
-            kv_disk(opened, dtype, kv_folder, kv_space_bytes) as disk_cache,
             spread.lead(opened, dtype) as lead,
+            kv_disk(opened, dtype, kv_folder, kv_space_bytes) as disk_cache,
             opened.load(
                 dtype,
                 disk_cache=disk_cache,

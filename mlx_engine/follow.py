@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from mlx_engine.session import Session
 
 
+_EQUAL = "the devices compute different numbers, so use equal ones with equal software"
+
+
 class Line:
-    """The two pipes to rank 0. When it has gone, or says nothing during a call, this process ends.
+    """The two pipes to rank 0. When it has gone, or is silent for `stall_s`, this process ends.
 
     done: calls that were done. progress: counts what shows that a long one goes on.
     """
@@ -35,7 +38,6 @@ class Line:
         self.progress = 0
         self.stall_s = float("inf")
         self._done = 0
-        self._is_busy = False
         self._heard_s = time.monotonic()
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outgoing = outgoing
@@ -47,10 +49,8 @@ class Line:
         """What is to be done; one is done when the next is asked for."""
         while True:
             call = self._calls.get()
-            self._is_busy = True
             yield call
             self._done += 1
-            self._is_busy = False
 
     def say(self, kind: str, **about: str) -> None:
         """Tell rank 0 something, and how far this rank is."""
@@ -75,7 +75,7 @@ class Line:
     def _beat(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            if self._is_busy and time.monotonic() - self._heard_s > max(self.stall_s, SILENT_S):
+            if time.monotonic() - self._heard_s > max(self.stall_s, SILENT_S):
                 os._exit(1)
             self.say("beat")
 
@@ -108,10 +108,7 @@ class Follower:
 
             full_logits(self._parts.model, self._parts.engram, *call.args)
         elif call.name == "step" and drawn not in (None, call.args[0]):
-            raise RuntimeError(
-                f"it drew token {drawn} where rank 0 drew {call.args[0]}: the devices compute "
-                "different numbers, so use equal ones with equal software"
-            )
+            raise RuntimeError(f"it drew token {drawn} where rank 0 drew {call.args[0]}: {_EQUAL}")
         else:
             self._do(self.sessions[call.session], call)
 
@@ -138,6 +135,14 @@ class Follower:
                 self._drawn[call.session] = session.draw(*args)
             case "step":
                 session.step(*args)
+            case "stop_reading":
+                self._readings.pop(call.session).close()
+            case "compare":
+                from mlx_engine.identity import state_digest
+
+                (digest,) = args
+                if state_digest(session.state) != digest:
+                    raise RuntimeError(f"it computed other numbers than rank 0: {_EQUAL}")
             case "pause_at":
                 session.pause_at(*args)
             case "rewind":
@@ -176,9 +181,10 @@ def follow(line: Line) -> None:
     line.stall_s = start.stall_s
     # Before MLX is imported: which device it sees.
     os.environ.update(start.environment.variables)
-    from mlx_engine.identity import identity
+    from mlx_engine.identity import identity, kernels
     from mlx_engine.joining import join, listen, reach
     from mlx_engine.loading import open_model
+    from mlx_engine.ops import launch
 
     plan, environment = start.plan, start.environment
     opened = open_model(plan.directory, context_tokens=plan.context_tokens)
@@ -197,6 +203,8 @@ def follow(line: Line) -> None:
                 case Do("load"):
                     assert devices is not None
                     follower = Follower(plan, _load(opened, plan, devices, line), devices)
+                    line.say(call.what, **kernels(launch.fast_paths()))
+                    continue
                 case _:
                     assert follower is not None
                     follower.do(call)

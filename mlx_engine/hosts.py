@@ -41,6 +41,10 @@ class Host:
         """Whether this is the machine that starts the others."""
         return self.ssh in (LOCAL, "localhost")
 
+    def is_same(self, other: "Host") -> bool:
+        """Whether both are one machine, as far as their names tell."""
+        return self.ssh == other.ssh or (self.is_local and other.is_local)
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -57,7 +61,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks' hosts in order, rank 0's first; `variables` are set for every rank but that."""
+    """The ranks' hosts in order, rank 0's first; `variables` are set for every rank.
+
+    In rank 0 that is after its MLX was imported, and too late for what MLX reads by then.
+    """
 
     hosts: tuple[Host, ...]
     backend: Backend
@@ -95,9 +102,17 @@ class Hosts:
     def _gpu(self, rank: int) -> str:
         """The only one that a rank sees, since MLX computes on a process's first; rank 0 has 0."""
         host = self.hosts[rank]
-        before = sum(each.ssh == host.ssh for each in self.hosts[:rank])
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if host.is_local else []
-        return visible[before] if before < len(visible) else str(before)
+        before = sum(each.is_same(host) for each in self.hosts[:rank])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if host.is_local else None
+        if visible is None:
+            return str(before)
+        given = [each for each in visible.split(",") if each]
+        if before >= len(given):
+            raise BadRequest(
+                f"rank {rank} has no GPU: CUDA_VISIBLE_DEVICES names {len(given)} of them "
+                f"({visible}), so use as many devices or name more"
+            )
+        return given[before]
 
 
 def local_hosts(count: int, backend: Backend) -> Hosts:
@@ -123,10 +138,12 @@ def read_hosts(path: Path, local_backend: Backend) -> Hosts:
         about = cast("dict[str, Any]", data if isinstance(data, dict) else {"hosts": data})
         hosts = tuple(_host(each) for each in about["hosts"])
         envs = dict(cast(str, each).split("=", 1) for each in about.get("envs", ()))
-        port = int(about.get("port", PORT))
+        port: Any = about.get("port", PORT)
+        if not isinstance(port, int) or not 1 <= port <= 2**16 - len(hosts):
+            raise ValueError(f"the port is {port!r}")
     except OSError as error:
         raise BadRequest(f"the host file {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise BadRequest(
             f"the host file {path} is none ({type(error).__name__}: {error}): give a JSON list of "
             'objects like {"ssh": "mac2.local", "ips": ["10.0.0.2"]}'
@@ -149,6 +166,9 @@ def read_hosts(path: Path, local_backend: Backend) -> Hosts:
 
 
 def _host(about: Mapping[str, Any]) -> Host:
-    ips = about.get("ips") or [about["ssh"]]
+    ips: object = about.get("ips") or [about["ssh"]]
+    if not isinstance(ips, list):
+        raise TypeError(f'"ips" is {ips!r}, which is no list')
+    ip = str(cast("list[Any]", ips)[0])
     rdma = tuple(about.get("rdma") or ())
-    return Host(str(about["ssh"]), str(ips[0]), rdma, about.get("python"), about.get("model"))
+    return Host(str(about["ssh"]), ip, rdma, about.get("python"), about.get("model"))

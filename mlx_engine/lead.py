@@ -6,7 +6,7 @@ cache has. Starting the processes is ranks's part, the other end follow's.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import count
@@ -21,8 +21,9 @@ from mlx_engine.checkpoint import Checkpoint as ModelFiles
 from mlx_engine.devices import Devices, require_fitting
 from mlx_engine.errors import BadRequest, DeviceError
 from mlx_engine.hosts import Hosts
-from mlx_engine.identity import identity
+from mlx_engine.identity import different, identity, kernels, state_digest
 from mlx_engine.joining import join, listen, reach
+from mlx_engine.ops import launch
 from mlx_engine.ranks import Rank, Ranks
 from mlx_engine.session import Session
 from mlx_engine.state import Checkpoint, SessionState
@@ -30,7 +31,12 @@ from mlx_engine.state_transfer import export_tail, send_state
 from mlx_engine.token_ids import TokenIds, as_token_ids
 
 # Calls that compute nothing of the model.
-_WITHOUT_EXCHANGE = ("reset", "rewind", "keep_checkpoint", "drop_checkpoint", "pause_at")
+_WITHOUT_EXCHANGE = (
+    *("reset", "rewind", "keep_checkpoint", "drop_checkpoint", "pause_at", "stop_reading"),
+    "compare",
+)
+# Tokens of an answer after which ranks compare what they have computed, as after every prompt.
+_COMPARED_TOKENS = 64
 
 OnProgress = Callable[[int, int], None]
 
@@ -55,12 +61,7 @@ def leading(hosts: Hosts, files: ModelFiles, plan: Plan, stall_s: float) -> "Gen
         ranks.send_each(start)
         ranks.did()
         for rank, theirs in zip(ranks.ranks, ranks.wait("identity"), strict=True):
-            different = [what for what, value in own.items() if theirs[what] != value]
-            if different:
-                raise BadRequest(
-                    f"{rank} has another {different[0]} than this machine: "
-                    "install and fetch the same on both"
-                )
+            _require_same(rank, own, theirs)
         environment = hosts.environment(0)
         ranks.send(Do("listen"))
         with listen(environment.listens):
@@ -78,6 +79,15 @@ def leading(hosts: Hosts, files: ModelFiles, plan: Plan, stall_s: float) -> "Gen
         yield Lead(devices, ranks)
     finally:
         ranks.close()
+
+
+def _require_same(rank: Rank, own: Mapping[str, str], theirs: Mapping[str, Any]) -> None:
+    what = different(own, theirs)
+    if what is not None:
+        raise BadRequest(
+            f"{rank} has another {what} than this machine: ranks need equal machines with the same "
+            "installed and fetched"
+        )
 
 
 class Lead:
@@ -103,7 +113,9 @@ class Lead:
         self._ranks.send(Do("load"))
         yield went_on
         self._ranks.did()
-        self._ranks.wait("load")
+        own = kernels(launch.fast_paths())
+        for rank, theirs in zip(self._ranks.ranks, self._ranks.wait("load"), strict=True):
+            _require_same(rank, own, theirs)
         self._ranks.has_started = True
 
     def new_number(self, session: Session) -> int:
@@ -133,11 +145,11 @@ class Lead:
                 raise DeviceError("the other devices were left in the middle of a step: load again")
             yield
             return
-        if self._depth == 0:
-            gone = tuple(self._gone.popleft() for _ in range(len(self._gone)))
-            self._ranks.send(Call(session, name, args, gone))
         self._depth += 1
         try:
+            if self._depth == 1:
+                gone = tuple(self._gone.popleft() for _ in range(len(self._gone)))
+                self._ranks.send(Call(session, name, args, gone))
             yield
         except Exception as error:
             self._ranks.fail(error)
@@ -164,6 +176,11 @@ class LedSession(Session):
         args, options = self._like
         return LedSession(self._lead, *args, **options)
 
+    def _compare(self) -> None:
+        """Let the others end the run where they have computed something else."""
+        with self._call("compare", state_digest(self.state)):
+            pass
+
     def _call(self, name: str, *args: object) -> Any:
         return self._lead.call(self.number, name, *args)
 
@@ -187,16 +204,22 @@ class LedSession(Session):
         with self._call("read", as_token_ids(token_ids), tuple(anchors)):
             reading = super().read(token_ids, anchors)
             done = next(reading)
+        logits: mx.array | None = None
         try:
-            while True:
+            while logits is None:
                 yield done
                 with self._call("go_on", self.chunk_tokens):
                     try:
                         done = next(reading)
                     except StopIteration as end:
-                        return end.value
+                        logits = end.value
+            self._compare()
+            return logits
         finally:
             reading.close()
+            if logits is None:
+                with self._call("stop_reading"):
+                    pass
 
     def pause_at(self, position: int) -> None:
         with self._call("pause_at", position):
@@ -208,7 +231,10 @@ class LedSession(Session):
 
     def draw(self, choose: Callable[[mx.array], mx.array]) -> int:
         with self._call("draw", choose):
-            return super().draw(choose)
+            token = super().draw(choose)
+        if self.position % _COMPARED_TOKENS == 0:
+            self._compare()
+        return token
 
     def rewind(self, position: int) -> None:
         with self._call("rewind", position):

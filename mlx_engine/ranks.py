@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 from mlx_engine import errors
 from mlx_engine.errors import DeviceError, EngineError
@@ -32,6 +32,8 @@ SILENT_S = 3.0
 _SETTLE_S = 0.5
 _POLL_S = 0.1
 _END_S = 5.0
+
+_ALIVE = ("ServerAliveInterval=2", "ServerAliveCountMax=3")
 
 _LENGTH = struct.Struct("<Q")
 
@@ -71,8 +73,10 @@ class Rank:
         self.number, self.host = number, host
         command = [host.python or sys.executable, "-P", "-m", "mlx_engine.follow"]
         if not host.is_local:
-            options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-            command = ["ssh", *options, host.ssh, shlex.join(command)]
+            # A machine that vanishes closes no connection.
+            wanted = ("BatchMode=yes", "ConnectTimeout=10", *_ALIVE)
+            options = [word for each in wanted for word in ("-o", each)]
+            command = ["ssh", *options, "--", host.ssh, shlex.join(command)]
         try:
             self.process = subprocess.Popen(
                 command,
@@ -107,10 +111,13 @@ class Rank:
     def hear(self, line: bytes) -> None:
         """Take in what it says of itself."""
         try:
-            said: dict[str, Any] = json.loads(line)
+            said: Any = json.loads(line)
         except ValueError:
+            said = None
+        if not isinstance(said, dict) or "kind" not in said:
             # The greeting of a login.
             return
+        said = cast("dict[str, Any]", said)
         now_s = self.heard_s = time.monotonic()
         if (said["done"], said["progress"]) != (self.done, self.progress):
             self.done, self.progress, self.moved_s = said["done"], said["progress"], now_s

@@ -161,8 +161,10 @@ def test_a_count_that_does_not_divide(env: dict[str, str]) -> None:
 def test_a_host_file_that_is_none(env: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     assert "cannot be read" in refused(env, "--hosts", str(path))
-    path.write_text('[{"ips": []}]')
-    assert "is none" in refused(env, "--hosts", str(path))
+    ips, port = '{"ssh": "127.0.0.1", "ips": "10.0.0.1"}', '{"hosts": [], "port": 70000}'
+    for text in ('[{"ips": []}]', '["127.0.0.1", "mac2.local"]', f"[{ips}]", port):
+        path.write_text(text)
+        assert "is none" in refused(env, "--hosts", str(path))
     file = host_file(tmp_path, [{"ssh": "mac2.local", "ips": ["10.0.0.2"]}], free_ports())
     assert "must begin with this machine" in refused(env, "--hosts", file)
     assert "one or the other" in refused(env, "--hosts", file, "--devices", "2")

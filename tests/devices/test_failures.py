@@ -107,8 +107,8 @@ def test_a_terminals_ctrl_c_reaches_rank_0_alone(env: dict[str, str], tmp_path: 
     assert run.end(others, START_S) == 130
 
 
-def served(env: dict[str, str], tmp_path: Path) -> Run:
-    options = ("--port", "0", "--ctx", "4096", "--kv-disk-dir", "none", "--devices", "2")
+def served(env: dict[str, str], tmp_path: Path, *more: str) -> Run:
+    options = ("--port", "0", "--ctx", "4096", "--kv-disk-dir", "none", "--devices", "2", *more)
     run = Run(env, tmp_path / "log", "serve", *options)
     assert eventually(lambda: "ready at" in run.output, START_S), run.output
     return run
@@ -127,6 +127,16 @@ def test_a_server_answers_and_ends_with_an_idle_rank(env: dict[str, str], tmp_pa
     os.kill(others[0], signal.SIGTERM)
     assert run.end(others, WITHIN_S) == 1
     assert "rank 1 on 127.0.0.1 was ended by SIGTERM; the run ends with it" in run.output
+
+
+def test_rank_0_is_stopped_while_it_has_nothing_to_do(env: dict[str, str], tmp_path: Path) -> None:
+    run = served(env, tmp_path, "--stall-timeout", "4")
+    others = run.followers()
+    os.kill(run.pid, signal.SIGSTOP)
+    # As when its machine has lost its power.
+    assert are_gone(others, 2 * WITHIN_S)
+    os.kill(run.pid, signal.SIGCONT)
+    assert run.end(others, 2 * WITHIN_S) == 1
 
 
 def test_an_idle_rank_that_does_not_end(env: dict[str, str], tmp_path: Path) -> None:

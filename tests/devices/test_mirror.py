@@ -164,6 +164,11 @@ def test_a_prefill_that_is_broken_off_is_caught_up_with_by_the_other_too() -> No
     session.keep_unfinished()
     assert session.is_whole and session.checkpoints
     mirror.require_same_session(session)
+    # Nor does the other one go on holding what it had begun.
+    assert mirror.calls.count("stop_reading") == 1
+    reading = session.read(IDS[:210])
+    to_end(reading)
+    assert mirror.calls.count("stop_reading") == 1
 
 
 def test_logits_at_full_depth_are_computed_by_the_other_too() -> None:
@@ -183,6 +188,33 @@ def test_another_token_than_rank_0_drew_ends_the_run() -> None:
         session.step(token + 1)
 
 
+def test_other_numbers_than_rank_0s_end_the_run() -> None:
+    mirror = Mirror()
+    session = mirror.session()
+    to_end(session.read(IDS[:62]))
+    assert mirror.calls[-1] == "compare"
+    # In the lowest layer, on that rank alone.
+    window = mirror.follower.sessions[session.number].state.windows[0]
+    window.rows = window.rows ^ mx.array(1, mx.uint32)
+    for token_id in IDS[62:64]:
+        session.step(token_id)
+    with pytest.raises(RuntimeError, match="it computed other numbers than rank 0"):
+        session.draw(Sampler(Sampling(temperature=0)).next())
+
+
+def test_an_interrupt_while_a_call_is_sent_leaves_the_session_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirror = Mirror()
+    session = mirror.session()
+    session.sync(IDS[:20])
+    monkeypatch.setattr(mirror, "send", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.step(3)
+    with pytest.raises(Exception, match="left in the middle of a step"):
+        session.step(3)
+
+
 def test_a_session_that_was_interrupted_is_kept_but_computes_no_more() -> None:
     mirror = Mirror()
     session = mirror.session()
@@ -196,5 +228,5 @@ def test_a_session_that_was_interrupted_is_kept_but_computes_no_more() -> None:
     assert len(mirror.calls) == calls
 
 
-def _interrupted(logits: mx.array) -> mx.array:
+def _interrupted(_: object) -> mx.array:
     raise KeyboardInterrupt
