@@ -96,7 +96,7 @@ def test_a_host_is_reached_by_ssh(env: dict[str, str], tmp_path: Path) -> None:
         "#!/bin/sh\n"
         f'echo "$@" > {tmp_path}/asked\n'
         'while [ "$1" = -o ]; do shift 2; done\n'
-        'exec sh -c "$2"\n'
+        'test "$1" = -- && exec sh -c "$3"\n'
     )
     ssh.chmod(0o755)
     hosts = [LOCAL, {"ssh": "mac2.local", "ips": ["127.0.0.1"]}]
