@@ -122,13 +122,13 @@ class Decoder:
             self._reserve(state)
             upper = self._run_upper(outputs, slot, state)
         (logits,), arrays = upper
-        if slot is not None:
-            slot.reader = logits
         # From here on nobody else holds the rows that grow, so they are written in place.
         _put(state, [*windows, *arrays])
         _advance(state)
         del arrays, upper
         mx.async_eval(logits, *state.arrays())
+        if slot is not None:
+            slot.reader = logits
         return logits
 
     def _next_slot(self) -> HostSlot | None:
