@@ -172,6 +172,33 @@ def test_a_step_that_fails_leaves_the_others_room_for_their_rows() -> None:
         assert np.allclose(ours.step(token), plain.step(token), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("_as_it_is")
+def test_rows_stay_where_they_are_whatever_was_begun() -> None:
+    subject = load(tiny_config(), 0)
+    model = subject.model
+    session = Session(model, subject.reader, decoder=Decoder(model, is_on=True))
+    session.sync(list(range(3, 3 + 2 * model.config.sliding_window)))
+
+    def places() -> list[int]:
+        rows = [each.buffer for each in session.state.compressed.values()]
+        mx.eval(rows)
+        return [np.array(each, copy=False).ctypes.data for each in rows]
+
+    for token in (5, 6, 7):
+        session.begin_step(mx.array(token, mx.uint32))
+        session.step(token)
+    before = places()
+    for token, other in ((8, 8), (9, 10)):
+        session.begin_step(mx.array(token, mx.uint32))
+        session.step(other)
+        assert places() == before
+    session.begin_step(mx.array(11, mx.uint32))
+    thread = threading.Thread(target=lambda: session.step(11))
+    thread.start()
+    thread.join()
+    assert places() == before
+
+
 def test_a_plain_session_never_uses_it() -> None:
     subject = load(tiny_config(), 0)
     session = Session(subject.model, subject.reader)
