@@ -40,8 +40,9 @@ Graph: TypeAlias = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 class Begun:
     """A step whose id was not known: after which arrays of the state, and what was made of it.
 
-    `outputs` and `windows` are the lower graph's, `upper` the other's, once its form was compiled,
-    with what `slot` will hold of table rows.
+    `outputs` and `windows` are the lower graph's, under way. `upper` are the other's logits and
+    arrays, once its form was compiled, with what `slot` will hold of table rows: nodes that only
+    the thread whose `stream` this is can compute.
     """
 
     token: mx.array
@@ -50,12 +51,18 @@ class Begun:
     outputs: Arrays
     windows: Arrays
     slot: HostSlot | None
-    upper: tuple[Arrays, Arrays] | None
+    upper: Arrays
+    stream: mx.Stream
 
     def is_of(self, token_id: int, state: SessionState) -> bool:
         """Whether this is the step of a state, as it is, with a token."""
         same = all(a is b for a, b in zip(self.given, state.arrays(), strict=True))
         return same and self.position == state.position and self.token.item() == token_id
+
+    def let_go(self) -> None:
+        """Keep no array of the state, which could not be written in place."""
+        self.given.clear()
+        self.upper.clear()
 
 
 class Decoder:
@@ -95,12 +102,13 @@ class Decoder:
             return None
         outputs, windows = self._run_lower(token, state)
         mx.async_eval(*outputs, *windows)
-        upper, slot = None, self._next_slot()
+        slot = self._next_slot()
         self._reserve(state)
         # The first step of a form computes while it is made, and the rows are not there yet.
-        if self._form(state) in self._graphs:
-            upper = self._run_upper(outputs, slot, state)
-        return Begun(token, state.position, _arrays(state), outputs, windows, slot, upper)
+        is_known = self._form(state) in self._graphs
+        upper = self._run_upper(outputs, slot, state) if is_known else []
+        given, stream = _arrays(state), _stream()
+        return Begun(token, state.position, given, outputs, windows, slot, upper, stream)
 
     def step(
         self,
@@ -110,25 +118,28 @@ class Decoder:
         begun: Begun | None = None,
     ) -> mx.array:
         """Append a token, with the rows of its Engram layers: f32 logits [V], under way."""
-        upper = None
+        upper: Arrays = []
         if begun is not None and begun.is_of(token_id, state):
-            outputs, windows, slot, upper = begun.outputs, begun.windows, begun.slot, begun.upper
-            begun.given.clear()
+            outputs, windows, slot = begun.outputs, begun.windows, begun.slot
+            if begun.stream == _stream():
+                upper = begun.upper.copy()
         else:
             outputs, windows = self._run_lower(mx.array([token_id], mx.uint32), state)
             slot = self._next_slot()
+        if begun is not None:
+            begun.let_go()
         self._write(rows, slot)
-        if upper is None:
+        if not upper:
             self._reserve(state)
             upper = self._run_upper(outputs, slot, state)
-        (logits,), arrays = upper
-        if slot is not None:
-            slot.reader = logits
+        logits, *arrays = upper
         # From here on nobody else holds the rows that grow, so they are written in place.
         _put(state, [*windows, *arrays])
         _advance(state)
         del arrays, upper
         mx.async_eval(logits, *state.arrays())
+        if slot is not None:
+            slot.reader = logits
         return logits
 
     def _next_slot(self) -> HostSlot | None:
@@ -142,10 +153,14 @@ class Decoder:
             slot.write([part for layer in engram.layer_ids for part in rows.result(layer)])
 
     def _reserve(self, state: SessionState) -> None:
-        """Make room for what the next step sees of rows that grow."""
+        """Make room for what the next step sees of rows that grow, whether it comes or not."""
         for source, keys in state.index_keys.items():
+            seen = _seen((state.position + 1) // state.ratios[source])
             for part in (state.compressed[source], keys.codes, keys.scales):
-                part.reserve(_seen((state.position + 1) // state.ratios[source]))
+                if part.buffer.shape[0] < seen:
+                    part.reserve(seen)
+                    # What waits for the thread that made it cannot be computed by another.
+                    mx.async_eval(part.buffer)
 
     def _run_lower(self, token: mx.array, state: SessionState) -> tuple[Arrays, Arrays]:
         """What the layers below the first Engram layer make of a token, and their windows."""
@@ -153,14 +168,13 @@ class Decoder:
         inputs = [token.reshape(1), self._places.at(state.position)]
         return graph(inputs, _arrays(state)[: self._lower])
 
-    def _run_upper(
-        self, outputs: Arrays, slot: HostSlot | None, state: SessionState
-    ) -> tuple[Arrays, Arrays]:
+    def _run_upper(self, outputs: Arrays, slot: HostSlot | None, state: SessionState) -> Arrays:
         """The logits [V] after the other layers, and the arrays of the state from their own on."""
         graph = self._graph(self._form(state), self._upper_graph, state)
         memory = [] if slot is None else [slot.array]
         inputs = [*outputs, self._places.at(state.position), *memory]
-        return graph(inputs, _arrays(state)[self._lower :])
+        logits, arrays = graph(inputs, _arrays(state)[self._lower :])
+        return [*logits, *arrays]
 
     def _graph(
         self, form: Hashable, make: Callable[[SessionState], Graph], state: SessionState
@@ -321,6 +335,11 @@ def _advance(state: SessionState) -> None:
     for source, keys in state.index_keys.items():
         for part in (state.compressed[source], keys.codes, keys.scales):
             part.length = state.position // state.ratios[source]
+
+
+def _stream() -> mx.Stream:
+    """Where what this thread makes is computed: no two threads have the same."""
+    return mx.default_stream(mx.default_device())
 
 
 def _seen(length: int) -> int:

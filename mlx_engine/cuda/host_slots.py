@@ -23,7 +23,7 @@ _HOST = -1
 class HostSlot:
     """A place whose content the host replaces: `array` is uint8 [n_bytes].
 
-    `reader` is what a GPU computes from the content; the next write waits for it.
+    `reader` is what a GPU computes from the content; the next write waits for it, once.
     """
 
     def __init__(self, array: mx.array, memory: NDArray[np.uint8]) -> None:
@@ -33,8 +33,9 @@ class HostSlot:
 
     def write(self, parts: Sequence[NDArray[np.uint8]]) -> None:
         """Put parts here, each where kernels may load 16 bytes."""
-        if self.reader is not None:
-            mx.eval(self.reader)
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            mx.eval(reader)
         first = 0
         for part in parts:
             self._memory[first : first + part.size] = part.ravel()

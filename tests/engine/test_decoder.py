@@ -1,5 +1,6 @@
 """Steps of the decoder are those of the model, at every place where its graphs change."""
 
+import threading
 from collections.abc import Generator
 
 import mlx.core as mx
@@ -19,6 +20,13 @@ def _compiling(request: pytest.FixtureRequest) -> Generator[None]:  # pyright: i
     """On the CPU MLX compiles with the C++ compiler, which takes minutes."""
     if request.param == "as it is":
         mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture
+def _as_it_is() -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
+    mx.disable_compile()
     yield
     mx.enable_compile()
 
@@ -85,63 +93,110 @@ def test_steps_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     step(14)
 
 
+@pytest.mark.usefixtures("_as_it_is")
 def test_a_step_goes_on_from_what_was_begun_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    mx.disable_compile()
-    try:
-        subject = load(tiny_config(), 0)
-        model, entered = subject.model, list[mx.array]()
-        session = Session(model, subject.reader, decoder=Decoder(model, is_on=True))
-        session.sync(list(range(3, 3 + 2 * model.config.sliding_window)))
-        embedded = model.embedded
+    subject = load(tiny_config(), 0)
+    model, entered = subject.model, list[mx.array]()
+    session = Session(model, subject.reader, decoder=Decoder(model, is_on=True))
+    session.sync(list(range(3, 3 + 2 * model.config.sliding_window)))
+    embedded = model.embedded
 
-        def noting(ids: mx.array) -> tuple[mx.array, mx.array]:
-            entered.append(ids)
-            return embedded(ids)
+    def noting(ids: mx.array) -> tuple[mx.array, mx.array]:
+        entered.append(ids)
+        return embedded(ids)
 
-        monkeypatch.setattr(model, "embedded", noting)
-        session.begin_step(mx.array(7, mx.uint32))
-        session.step(7)
-        assert len(entered) == 1
-        session.begin_step(mx.array(8, mx.uint32))
-        session.step(9)
-        assert [ids[0, 0].item() for ids in entered] == [7, 8, 9]
-        # Each session goes on from its own.
-        fork = session.fork(session.checkpoints[-1])
-        for each in (session, fork):
-            each.begin_step(mx.array(6, mx.uint32))
-        for each in (session, fork):
-            each.step(6)
-        assert [ids[0, 0].item() for ids in entered[3:]] == [6, 6]
-    finally:
-        mx.enable_compile()
+    monkeypatch.setattr(model, "embedded", noting)
+    session.begin_step(mx.array(7, mx.uint32))
+    session.step(7)
+    assert len(entered) == 1
+    session.begin_step(mx.array(8, mx.uint32))
+    session.step(9)
+    assert [ids[0, 0].item() for ids in entered] == [7, 8, 9]
+    # Each session goes on from its own.
+    fork = session.fork(session.checkpoints[-1])
+    for each in (session, fork):
+        each.begin_step(mx.array(6, mx.uint32))
+    for each in (session, fork):
+        each.step(6)
+    assert [ids[0, 0].item() for ids in entered[3:]] == [6, 6]
 
 
+@pytest.mark.usefixtures("_as_it_is")
 def test_more_steps_are_begun_than_rows_have_slots() -> None:
-    mx.disable_compile()
-    try:
-        subject = load(tiny_config(), 0)
-        model, window = subject.model, subject.model.config.sliding_window
-        compiled = Decoder(model, is_on=True)
-        first = Session(model, subject.reader, prefill="full", decoder=compiled)
-        plain = Session(model, subject.reader, prefill="full")
-        for session in (first, plain):
-            session.sync(list(range(3, 3 + 2 * window)))
-        # Both graphs of the form are known from here on, so that a begun step is made but for rows.
-        for token in (5, 6):
-            first.begin_step(mx.array(token, mx.uint32))
-            first.step(token)
-            plain.step(token)
-        for session in (first, plain):
-            session.keep_checkpoint()
-        forks, plain_forks = (
-            [session.fork(session.checkpoints[-1]) for _ in range(11)] for session in (first, plain)
-        )
-        for token, fork in enumerate(forks, 7):
-            fork.begin_step(mx.array(token, mx.uint32))
-        for token, (fork, right) in enumerate(zip(forks, plain_forks, strict=True), 7):
-            assert np.allclose(fork.step(token), right.step(token), rtol=1e-4, atol=1e-4)
-    finally:
-        mx.enable_compile()
+    subject = load(tiny_config(), 0)
+    model, window = subject.model, subject.model.config.sliding_window
+    compiled = Decoder(model, is_on=True)
+    first = Session(model, subject.reader, prefill="full", decoder=compiled)
+    plain = Session(model, subject.reader, prefill="full")
+    for session in (first, plain):
+        session.sync(list(range(3, 3 + 2 * window)))
+    # Both graphs of the form are known from here on, so that a begun step is made but for rows.
+    for token in (5, 6):
+        first.begin_step(mx.array(token, mx.uint32))
+        first.step(token)
+        plain.step(token)
+    for session in (first, plain):
+        session.keep_checkpoint()
+    forks, plain_forks = (
+        [session.fork(session.checkpoints[-1]) for _ in range(11)] for session in (first, plain)
+    )
+    for token, fork in enumerate(forks, 7):
+        fork.begin_step(mx.array(token, mx.uint32))
+    for token, (fork, right) in enumerate(zip(forks, plain_forks, strict=True), 7):
+        assert np.allclose(fork.step(token), right.step(token), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_as_it_is")
+def test_a_step_that_fails_leaves_the_others_room_for_their_rows() -> None:
+    subject = load(tiny_config(), 0)
+    model = subject.model
+    ours, plain = (
+        Session(model, subject.reader, prefill="full", decoder=Decoder(model, is_on=is_on))
+        for is_on in (True, False)
+    )
+    for session in (ours, plain):
+        session.sync(list(range(3, 3 + 2 * model.config.sliding_window)))
+    lost: list[mx.array] = []
+    window = ours.state.windows[-1]
+    # Only the thread that made a node can compute it, and this one has ended.
+    thread = threading.Thread(target=lambda: lost.append(mx.add(window.rows, 0)))
+    thread.start()
+    thread.join()
+    window.rows = lost[0]
+    with pytest.raises(RuntimeError, match="thread"):
+        ours.step(5)
+    plain.rewind(ours.position)
+    assert ours.position == plain.position > 0
+    # More steps than rows have slots.
+    for token in range(5, 16):
+        assert np.allclose(ours.step(token), plain.step(token), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_as_it_is")
+def test_rows_stay_where_they_are_whatever_was_begun() -> None:
+    subject = load(tiny_config(), 0)
+    model = subject.model
+    session = Session(model, subject.reader, decoder=Decoder(model, is_on=True))
+    session.sync(list(range(3, 3 + 2 * model.config.sliding_window)))
+
+    def places() -> list[int]:
+        rows = [each.buffer for each in session.state.compressed.values()]
+        mx.eval(rows)
+        return [np.array(each, copy=False).ctypes.data for each in rows]
+
+    for token in (5, 6, 7):
+        session.begin_step(mx.array(token, mx.uint32))
+        session.step(token)
+    before = places()
+    for token, other in ((8, 8), (9, 10)):
+        session.begin_step(mx.array(token, mx.uint32))
+        session.step(other)
+        assert places() == before
+    session.begin_step(mx.array(11, mx.uint32))
+    thread = threading.Thread(target=lambda: session.step(11))
+    thread.start()
+    thread.join()
+    assert places() == before
 
 
 def test_a_plain_session_never_uses_it() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_engine import BadRequest, Engine, ModelFileError, load
+from mlx_engine import BadRequest, Engine, ModelFileError, Prefilled, load
 from mlx_engine.config_file import parse_config
+from mlx_engine.decoder import Decoder
 from mlx_engine.model import Model
+from mlx_engine.respond import Steps
 from tests.engine.support import build, compare_choices, compare_logits, tiny_config
 from tests.engine.timelines import tokens_of
 from tests.reference.random_tensors import TINY_CONFIG
@@ -23,6 +26,18 @@ PROMPT = list(range(3, 43))
 def engine(checkpoint: Path) -> Iterator[Engine]:
     with load(checkpoint, "float32", context_tokens=256) as engine:
         yield engine
+
+
+@pytest.fixture(params=["model", "decoder"])
+def _stepping(  # pyright: ignore[reportUnusedFunction]
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Steps of the model, or of the decoder as on NVIDIA GPUs, but not compiled."""
+    is_on = request.param == "decoder"
+    monkeypatch.setattr("mlx_engine.sessions.Decoder", partial(Decoder, is_on=is_on))
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 def _greedy(engine: Engine, **options: Any) -> list[int]:
@@ -46,6 +61,7 @@ def _in_thread(work: Callable[[], Any]) -> Any:
     return result[0]
 
 
+@pytest.mark.usefixtures("_stepping")
 def test_any_thread_may_call_the_others_having_ended(checkpoint: Path, engine: Engine) -> None:
     expected = _greedy(engine)
     engine.reset()
@@ -56,6 +72,24 @@ def test_any_thread_may_call_the_others_having_ended(checkpoint: Path, engine: E
     with loaded:
         assert _greedy(loaded) == expected
         assert _in_thread(lambda: loaded.logits(PROMPT, [0])).shape == (1, engine.config.vocab_size)
+
+
+@pytest.mark.usefixtures("_stepping")
+def test_threads_go_on_from_what_others_left(engine: Engine) -> None:
+    def answer(prompt: list[int], max_tokens: int) -> Steps:
+        return engine.generate(prompt, max_tokens=max_tokens, seed=1, ignore_eos=True)
+
+    expected = tokens_of(answer(PROMPT, 12))
+    engine.reset()
+    steps = answer(PROMPT, 12)
+    in_threads = iter(lambda: _in_thread(lambda: next(steps, None)), None)
+    assert [step for step in in_threads if not isinstance(step, Prefilled)] == expected
+    engine.reset()
+    # An answer of one token, after which the next step was begun and never came.
+    longer = [*PROMPT, *tokens_of(answer(PROMPT, 1)), 7, 8, 9]
+    found = _in_thread(lambda: tokens_of(answer(longer, 4)))
+    engine.reset()
+    assert found == tokens_of(answer(longer, 4))
 
 
 def test_a_second_call_at_once_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,10 @@
 """Slots that the host writes and a graph reads: nothing is overwritten that is still to be read."""
 
+import threading
+
+import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_engine.cuda.host_slots import host_slots
 
@@ -28,7 +32,23 @@ def test_a_slot_larger_than_a_block_of_pages() -> None:
 def test_a_write_waits_for_what_reads_the_last_one() -> None:
     (slot,) = host_slots(16, 1)
     slot.write([np.full(16, 1, np.uint8)])
-    slot.reader = slot.array + 1  # not computed before the write
+    slot.reader = reader = slot.array + 1  # not computed before the write
     slot.write([np.full(16, 5, np.uint8)])
-    assert slot.reader.tolist() == [2] * 16
+    assert reader.tolist() == [2] * 16
     assert slot.array.tolist() == [5] * 16
+
+
+def test_a_reader_that_cannot_be_computed_fails_a_single_write() -> None:
+    (slot,) = host_slots(16, 1)
+
+    def read() -> None:
+        # Only a thread that made a node can compute it, and this one has ended by then.
+        slot.reader = mx.add(slot.array, 1)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match="thread"):
+        slot.write([np.full(16, 5, np.uint8)])
+    slot.write([np.full(16, 6, np.uint8)])
+    assert slot.array.tolist() == [6] * 16
