@@ -25,13 +25,16 @@ log = logging.getLogger(__name__)
 # As much as Anthropic's servers take, so clients know what to leave out of a larger one.
 MAX_BODY_BYTES = 32 * 2**20
 
-# Of all bodies that are being read, but for the beginning of each, which a stalled one cannot take
-# from others.
+# Of all bodies that are being read, but for the beginning of so many, which stalled ones cannot
+# take from them.
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 SMALL_BODY_BYTES = 256 * 2**10
+FREE_BODIES = 64
 
 # A client that sends nothing for so long, in the middle of a body, has left without a word.
 BODY_SILENCE_S = 30.0
+# The largest one within this comes at half a megabit a second.
+BODY_S = 600.0
 
 IMAGE_NOTE = "[image not shown: this server reads text only]"
 
@@ -45,22 +48,28 @@ _MAX_NOTES = 1000
 class Intake:
     """How many bytes the bodies hold that are being read, at most so many; for one thread.
 
-    The first SMALL_BODY_BYTES of each count for nothing.
+    The first SMALL_BODY_BYTES of FREE_BODIES at a time count for nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._n_bytes = 0
+        self._n_free = 0
 
     @contextmanager
     def body(self) -> Generator[Callable[[int], None]]:
         """One more body, which takes bytes by calling what this gives: it raises Overloaded."""
+        is_free = self._n_free < FREE_BODIES
+        free_bytes = SMALL_BODY_BYTES if is_free else 0
         own_bytes = 0
+
+        def counted(n_bytes: int) -> int:
+            return max(n_bytes - free_bytes, 0)
 
         def take(n_bytes: int) -> None:
             nonlocal own_bytes
-            others_bytes = self._n_bytes - _counted(own_bytes)
-            all_bytes = others_bytes + _counted(own_bytes + n_bytes)
+            others_bytes = self._n_bytes - counted(own_bytes)
+            all_bytes = others_bytes + counted(own_bytes + n_bytes)
             if all_bytes > self._max_bytes:
                 raise Overloaded(
                     f"requests of {self._n_bytes} bytes are being read already: try again later"
@@ -68,23 +77,27 @@ class Intake:
             own_bytes += n_bytes
             self._n_bytes = all_bytes
 
+        self._n_free += is_free
         try:
             yield take
         finally:
-            self._n_bytes -= _counted(own_bytes)
-
-
-def _counted(n_bytes: int) -> int:
-    return max(n_bytes - SMALL_BODY_BYTES, 0)
+            self._n_free -= is_free
+            self._n_bytes -= counted(own_bytes)
 
 
 async def received(
-    request: Request, max_bytes: int, take: Callable[[int], None], silence_s: float
+    request: Request,
+    max_bytes: int,
+    take: Callable[[int], None],
+    *,
+    silence_s: float,
+    whole_s: float,
 ) -> bytearray:
     """The body as it was sent; `take` is told of its bytes as they come.
 
     Raises ApiError above the limit (413), for one that is compressed (415) and for one of which
-    nothing comes for `silence_s` (408), ClientGone, and what `take` does.
+    nothing comes for `silence_s` or not all within `whole_s` (408), ClientGone, and what `take`
+    does.
     """
     if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise ApiError(415, "the body is compressed: send it as it is")
@@ -94,20 +107,25 @@ async def received(
         raise too_large
     data = bytearray()
     chunks = request.stream()
+    whole = asyncio.timeout(whole_s)
     try:
-        while True:
-            async with asyncio.timeout(silence_s):
-                chunk = await anext(chunks)
-            if len(data) + len(chunk) > max_bytes:
-                raise too_large
-            take(len(chunk))
-            data += chunk
+        async with whole:
+            while True:
+                async with asyncio.timeout(silence_s):
+                    chunk = await anext(chunks)
+                if len(data) + len(chunk) > max_bytes:
+                    raise too_large
+                take(len(chunk))
+                data += chunk
     except StopAsyncIteration:
         return data
     except TimeoutError:
-        raise ApiError(
-            408, f"nothing came of the body for {silence_s:g} s: send the request again"
-        ) from None
+        what = (
+            f"the body did not come within {whole_s:g} s"
+            if whole.expired()
+            else f"nothing came of the body for {silence_s:g} s"
+        )
+        raise ApiError(408, f"{what}: send the request again") from None
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the request") from None
 

@@ -182,7 +182,9 @@ def _answer(message: Object, where: str) -> Object:
     content = message.get("content")
     text = openai_in.text_of(PATH, content or "", f"{where}.content", is_newest=False)
     answer: Object = {"role": "assistant", "content": text}
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        reasoning = message.get("reasoning")
     if reasoning is not None:
         answer["reasoning_content"] = reasoning
     calls = as_list(message.get("tool_calls") or [], f"{where}.tool_calls")
@@ -193,7 +195,7 @@ def _answer(message: Object, where: str) -> Object:
 
 def _call(call: Any, where: str) -> Object:
     call = as_object(call, where)
-    if call.get("type") not in (None, "function"):
+    if call.get("type") not in (None, "", "function"):
         raise BadRequest(f"{where}.type: calls of functions are the only ones that are supported")
     function = as_object(call.get("function"), f"{where}.function")
     return {

@@ -45,8 +45,15 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle and not self.cycle.response_complete:
             self._stop_waiting()
-        else:
+        elif not self.cycle or self.conn.trailing_data[0]:
             self._wait()
+        else:
+            # The body of a request whose answer went ahead: it has stopped the library's timer,
+            # which only the end of an answer starts.
+            self._stop_waiting()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _wait(self) -> None:
         if self._timer is None:

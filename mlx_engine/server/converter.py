@@ -21,25 +21,22 @@ _EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"}
 
 _THINKING = ("enabled", "adaptive", "disabled")
 
-# Anthropic's own.
-_LEAST_BUDGET_TOKENS = 1024
-
 
 def thinking(path: str, given: Any) -> str | None:
-    """Which kind of thinking is asked for, None where nothing is said. Raises BadRequest."""
+    """Which kind of thinking is asked for, None where nothing is said. Raises BadRequest.
+
+    One that is not known counts as enabled.
+    """
     if given is None:
         return None
     given = as_object(given, "thinking")
     note_unknown(f"{path} thinking", given, ("type", "display"))
-    check_types(given, {"budget_tokens": int, "display": str}, "thinking")
-    budget_tokens = given.get("budget_tokens")
-    if budget_tokens is not None and budget_tokens < _LEAST_BUDGET_TOKENS:
-        raise BadRequest(
-            f"thinking.budget_tokens is {budget_tokens}, it must be at least {_LEAST_BUDGET_TOKENS}"
-        )
-    if given.get("type") not in _THINKING:
-        raise BadRequest(f"thinking.type: it is one of {', '.join(_THINKING)}")
-    return given["type"]
+    check_types(given, {"budget_tokens": int, "display": str, "type": str}, "thinking")
+    kind = given.get("type")
+    if kind is None or kind in _THINKING:
+        return kind
+    note(f"{path}: the thinking {quoted(kind)} is not known and counts as enabled")
+    return "enabled"
 
 
 def effort(path: str, value: str | None) -> str | None:

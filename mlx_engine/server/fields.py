@@ -55,12 +55,15 @@ def quoted(value: object) -> str:
 def check_types(body: Object, types: Types, where: str = "") -> None:
     """Raise BadRequest for the first field whose value has a wrong type; null has none.
 
+    A whole number that is written as another, such as 40.0, becomes one in the body.
     where: the place of the object in the body.
     """
     for name, allowed in types.items():
         value = body.get(name)
         if value is not None:
             allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+            if type(value) is float and int in allowed and value.is_integer():
+                body[name] = value = int(value)
             _check_type(value, f"{where}.{name}" if where else name, *allowed)
 
 

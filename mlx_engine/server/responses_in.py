@@ -82,6 +82,9 @@ _ITEM_FIELDS: fields.Types = {
 _CUSTOM_FIELDS: fields.Types = {"description": str, "format": dict, "name": str, "type": str}
 _NAMESPACE_FIELDS: fields.Types = {"description": str, "name": str, "tools": list, "type": str}
 
+# The one that the converter has words for.
+_CUSTOM_TOOL = "apply_patch"
+
 _MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 _ANSWER_TYPES = ("reasoning", "function_call", "custom_tool_call")
 _ITEM_TYPES = (*_ANSWER_TYPES, "function_call_output", "custom_tool_call_output")
@@ -244,22 +247,28 @@ def _signatures(items: Sequence[Object]) -> list[str]:
     return signatures
 
 
-def _tools(tools: Iterable[Any]) -> Iterator[Object]:
+def _tools(tools: Iterable[Any], tools_where: str = "tools") -> Iterator[Object]:
     for i, each in enumerate(tools):
-        tool = as_object(each, f"tools.{i}")
-        kind = as_string(tool.get("type"), f"tools.{i}.type")
+        where = f"{tools_where}.{i}"
+        tool = as_object(each, where)
+        kind = as_string(tool.get("type"), f"{where}.type")
         if kind == "function":
-            yield {"type": kind} | openai_in.function_fields(PATH, tool, f"tools.{i}")
+            yield {"type": kind} | openai_in.function_fields(PATH, tool, where)
         elif kind == "custom":
-            as_string(tool.get("name"), f"tools.{i}.name")
-            check_fields(f"{PATH} custom tool", tool, _CUSTOM_FIELDS, f"tools.{i}")
+            name = as_string(tool.get("name"), f"{where}.name")
+            check_fields(f"{PATH} custom tool", tool, _CUSTOM_FIELDS, where)
+            if name != _CUSTOM_TOOL:
+                raise BadRequest(
+                    f"{where}: of custom tools {_CUSTOM_TOOL} alone is supported: make "
+                    f"{quoted(name)} a function"
+                )
             note_form(PATH, tool)
             yield {key: value for key, value in tool.items() if value is not None}
         elif kind == "namespace":
-            as_string(tool.get("name"), f"tools.{i}.name")
-            check_fields(f"{PATH} namespace", tool, _NAMESPACE_FIELDS, f"tools.{i}")
-            inner = as_list(tool.get("tools") or [], f"tools.{i}.tools")
-            yield tool | {"tools": list(_tools(inner))}
+            as_string(tool.get("name"), f"{where}.name")
+            check_fields(f"{PATH} namespace", tool, _NAMESPACE_FIELDS, where)
+            inner = as_list(tool.get("tools") or [], f"{where}.tools")
+            yield tool | {"tools": list(_tools(inner, f"{where}.tools"))}
         else:
             note(f"{PATH}: a tool of the type {quoted(kind)} is left out, nothing runs it here")
 

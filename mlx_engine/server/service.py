@@ -17,6 +17,7 @@ from mlx_engine.job import Overloaded
 from mlx_engine.prompt import Bounds, TooManyTokens
 from mlx_engine.respond import Request
 from mlx_engine.server.body import (
+    BODY_S,
     BODY_SILENCE_S,
     MAX_BODIES_BYTES,
     MAX_BODY_BYTES,
@@ -62,7 +63,8 @@ class Service:
 
     keep_alive_s: the longest silence of a stream. whole_silence_s: the longest before the first
     byte of an answer that is not streamed. body_silence_s: the longest in the middle of a body.
-    count_s: how long any answer waits for its prompt's count.
+    body_s: how long a whole body may take. count_s: how long any answer waits for its prompt's
+    count.
     """
 
     worker: Worker
@@ -74,6 +76,7 @@ class Service:
     whole_silence_s: float = WHOLE_SILENCE_S
     max_body_bytes: int = MAX_BODY_BYTES
     body_silence_s: float = BODY_SILENCE_S
+    body_s: float = BODY_S
     count_s: float = COUNT_S
     _intake: Intake = field(
         default_factory=lambda: Intake(MAX_BODIES_BYTES), init=False, repr=False
@@ -99,7 +102,13 @@ class Service:
         """A request's body. Raises BadRequest, ApiError, ClientGone, Overloaded."""
         with self._intake.body() as take:
             try:
-                data = await received(http, self.max_body_bytes, take, self.body_silence_s)
+                data = await received(
+                    http,
+                    self.max_body_bytes,
+                    take,
+                    silence_s=self.body_silence_s,
+                    whole_s=self.body_s,
+                )
             except Overloaded:
                 self.worker.counts.refused += 1
                 raise

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mlx_engine.server import converter
 from mlx_engine.server.body import IMAGE_NOTE
 from mlx_engine.tokenizer import SPELLINGS
 from tests.clients import claude_code
@@ -192,6 +193,27 @@ def test_a_prompt_that_is_refused_as_too_long_is_compacted(
         printed = ask(server, "What do the files say?")
     assert "POST '/v1/messages' 400" in caplog.text
     assert is_compacted(printed, server.engine.courses)
+
+
+def test_a_small_budget_of_thinking_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 2.1.112 sends it, below Anthropic's own least one, to models that it takes for older."""
+    asked: list[Any] = []
+    take = converter.thinking
+
+    def thinking(path: str, given: Any) -> str | None:
+        asked.append(given)
+        return take(path, given)
+
+    command = claude_code.program("2.1.112")
+    monkeypatch.setattr(converter, "thinking", thinking)
+    monkeypatch.setitem(claude_code.ALONE, "MAX_THINKING_TOKENS", "1000")
+    with serve("Hm.</think>Hello.") as server, on_port(server.app) as address:
+        options = ("--model", "claude-haiku-4-5")
+        printed = claude_code.ask(command, "Hi", tmp_path, address, CONTEXT_TOKENS, *options)
+    assert printed["result"] == "Hello." and not printed["is_error"]
+    assert any(given is not None and given.get("budget_tokens", 1024) < 1024 for given in asked)
 
 
 def test_two_subagents_at_once(ask: Ask) -> None:

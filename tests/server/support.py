@@ -110,6 +110,7 @@ def serving(
     keep_alive_s: float = 5.0,
     whole_silence_s: float = 30.0,
     body_silence_s: float = PATIENCE_S,
+    body_s: float = PATIENCE_S,
     count_s: float = PATIENCE_S,
     **options: Any,
 ) -> Generator[Server]:
@@ -122,16 +123,23 @@ def serving(
             keep_alive_s=keep_alive_s,
             whole_silence_s=whole_silence_s,
             body_silence_s=body_silence_s,
+            body_s=body_s,
             count_s=count_s,
         )
         yield Server(create_app(service, access or Access()), service, engine)
 
 
 @contextmanager
-def on_port(app: ASGIApp) -> Generator[str]:
+def on_port(app: ASGIApp, *, keep_connection_s: int = 5) -> Generator[str]:
     """The application on a free port of this machine: its address."""
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, http=Connection, log_config=None, lifespan="off"
+        app,
+        host="127.0.0.1",
+        port=0,
+        http=Connection,
+        log_config=None,
+        lifespan="off",
+        timeout_keep_alive=keep_connection_s,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

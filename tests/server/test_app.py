@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
@@ -165,6 +166,18 @@ def test_a_full_queue_answers_529_and_when_to_come_back() -> None:
             for response in (first, second):
                 assert sent_events(response.read().decode())[-1]["type"] == "message_stop"
         assert server.worker.counts.refused == 1
+
+
+def test_the_log_says_where_in_the_queue_a_request_waits(caplog: pytest.LogCaptureFixture) -> None:
+    with busy(max_active=1) as (server, address, _), caplog.at_level("INFO"):
+        url, body = f"{address}/v1/messages", messages_body(stream=True)
+        with contextlib.ExitStack() as streams:
+            for response in two_streams(server, url, body, streams):
+                assert response.status_code == 200
+            streams.enter_context(httpx.stream("POST", url, json=body, timeout=30, verify=False))
+            ids = [job.id for job in server.worker.jobs()]
+    told = re.findall(r"(\S+) waits, as (\d)\. in the queue", caplog.text)
+    assert told == [(ids[1], "1"), (ids[2], "2")]
 
 
 def test_counting_goes_on_beside_an_answer() -> None:

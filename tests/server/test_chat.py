@@ -307,6 +307,19 @@ def test_images_of_earlier_turns_become_a_line():
 
 
 CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+CUSTOM: Object = {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}
+
+
+@pytest.mark.parametrize("kind", [None, ""])
+def test_a_call_that_comes_back_needs_no_type(kind: str | None):
+    """As clients send it that put a stream together and forget what only its start says."""
+    call: Object = {"id": "1", "type": kind, "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    text, plain = (
+        prompt(HI, {"role": "assistant", "content": None, "tool_calls": [each]}, result)
+        for each in (call, call | {"type": "function"})
+    )
+    assert text == plain
 
 
 @pytest.mark.parametrize(
@@ -321,6 +334,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "reads text only"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "not Unicode"),
         ({"messages": [HI, CALLS]}, "last message calls a tool"),
+        ({"messages": [HI, CUSTOM]}, "messages.1.tool_calls.0.type: calls of functions"),
         ({"messages": [HI, CALLS, HI]}, "must be followed by tool messages"),
         ({"messages": [HI, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0: functions"),
@@ -343,7 +357,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls: it is true or false"),
         ({"stream": "yes"}, "stream: it is true or false"),
         ({"stream_options": 1}, "stream_options: it is an object"),
-        ({"thinking": {"type": "hard"}}, "thinking.type: it is one of"),
+        ({"thinking": {"type": 1}}, "thinking.type: it is a string"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(changed: Object, sentence: str):

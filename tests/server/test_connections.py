@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
@@ -55,6 +57,56 @@ def test_neither_a_long_answer_nor_a_kept_connection_is_cut() -> None:
                 time.sleep(2 * SILENCE_S)
                 assert connection.sock is sock  # the client would make another one
             connection.close()
+
+
+EARLY = b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
+CHUNKED = b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "body"), [(EARLY, b"0123456789"), (CHUNKED, b"a\r\n0123456789\r\n0\r\n\r\n")]
+)
+def test_a_body_after_its_answer_is_no_head(head: bytes, body: bytes) -> None:
+    """It may take its time, and the connection is kept for another request."""
+    with serving(ScriptedEngine()) as server, on_port(server.app) as address:
+        url = urlsplit(address)
+        with socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S) as client:
+            with client.makefile("rb") as reader:
+                client.sendall(head)
+                assert reader.readline().startswith(b"HTTP/1.1 404 ")
+                for part in (body[:4], body[4:]):
+                    client.sendall(part)
+                    time.sleep(2 * SILENCE_S)
+                client.sendall(HEAD)
+                lines = iter(reader.readline, b"")
+                assert any(b"HTTP/1.1 200 " in line for line in lines)
+
+
+@pytest.mark.parametrize("sent", [EARLY + b"0123", EARLY + b"0123456789"])
+def test_a_connection_that_is_kept_has_the_librarys_limit(sent: bytes) -> None:
+    with serving(ScriptedEngine()) as server:
+        with on_port(server.app, keep_connection_s=1) as address:
+            url = urlsplit(address)
+            with socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S) as client:
+                with client.makefile("rb") as reader:
+                    client.sendall(sent[: len(EARLY)])
+                    assert reader.readline().startswith(b"HTTP/1.1 404 ")
+                    client.sendall(sent[len(EARLY) :])
+                    reader.read()  # until the server closes it
+
+
+def test_a_slow_upload_is_told_why_it_is_refused() -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(8):
+            time.sleep(SILENCE_S / 3)
+            yield b"x" * 5_000_000
+
+    with serving(ScriptedEngine()) as server, on_port(server.app) as address:
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE_S)
+        with closing(connection):
+            headers = {"Content-Length": str(40_000_000)}
+            connection.request("POST", "/v1/messages", pieces(), headers)
+            assert connection.getresponse().status == 413
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from mlx_engine.server import chat, completions, fields, messages_in, responses_in
 from mlx_engine.server.body import (
+    BODY_S,
     BODY_SILENCE_S,
+    FREE_BODIES,
     IMAGE_NOTE,
     MAX_BODIES_BYTES,
     MAX_BODY_BYTES,
@@ -30,15 +32,16 @@ def test_every_known_field_is_described(column: int) -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    assert HEAD_SILENCE_S == BODY_SILENCE_S  # named once
     for number in (
         f"at most {MAX_BODY_BYTES // 2**20} MiB",
         f"{MAX_BODIES_BYTES // 2**20} MiB together",
-        f"the first\n{SMALL_BODY_BYTES // 2**10} KiB of each",
+        f"the first\n{SMALL_BODY_BYTES // 2**10} KiB of {FREE_BODIES} at a time",
         f"nothing comes for {BODY_SILENCE_S:g} seconds",
+        f"not all within\n{BODY_S / 60:g} minutes",
         f"{fields.MAX_MESSAGES:,} messages",
         f"{fields.MAX_TOOLS:,} tools",
         f"{fields.MAX_STOP_STRINGS} stop\nstrings of {fields.MAX_STOP_CHARACTERS:,} characters",
+        f"head of a request within {HEAD_SILENCE_S:g}\nseconds",
         f"more than {KEEP_ALIVE_S:g} seconds",
         f"longer than {WHOLE_SILENCE_S:g} seconds",
         IMAGE_NOTE,

@@ -136,6 +136,55 @@ def test_uploads_that_stall_leave_room_for_small_bodies_and_end(
         assert ("request_id" in answer.json()) == path.startswith("/v1/messages")
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_stalled_small_bodies_have_a_limit_and_shut_nobody_out_for_good(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_engine.server.service.MAX_BODIES_BYTES", 1000)
+    monkeypatch.setattr("mlx_engine.server.body.FREE_BODIES", 2)
+    data = json.dumps(BODIES[path] | {"user": "x" * 300}).encode()
+    room = 2 + 1000 // (len(data) - 1)
+
+    async def ask(server: Server) -> tuple[list[httpx.Response], httpx.Response]:
+        n_here, is_here = 0, asyncio.Event()
+
+        async def stalling() -> AsyncIterator[bytes]:
+            nonlocal n_here
+            yield data[:-1]
+            n_here += 1
+            if n_here == room:
+                is_here.set()
+            await asyncio.Event().wait()
+
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            posts = (http.post(path, content=stalling()) for _ in range(room))
+            stalled = [asyncio.create_task(post) for post in posts]
+            await is_here.wait()
+            refused = await http.post(path, content=data)
+            ended = [await each for each in stalled]
+            answers = [refused, *ended]
+            return answers, await http.post(path, content=data)
+
+    with serving(ScriptedEngine("</think>Hello"), body_silence_s=1) as server:
+        (refused, *ended), later = asyncio.run(ask(server))
+    assert refused.status_code == (529 if path.startswith("/v1/messages") else 429)
+    assert [answer.status_code for answer in ended] == [408] * room
+    assert later.status_code == 200
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    async def trickle() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b" "
+
+    with serving(ScriptedEngine("</think>Hello"), body_s=0.3) as server:
+        message = refusal(server, "/v1/messages", 408, content=trickle())
+        assert "the body did not come within 0.3 s" in message
+        assert server.message()["stop_reason"] == "end_turn"
+
+
 def test_a_connection_whose_upload_stalled_is_closed() -> None:
     with serving(ScriptedEngine("</think>Hello"), body_silence_s=0.1) as server:
         with on_port(server.app) as address:

@@ -11,7 +11,7 @@ from openai.types.responses import ResponseInProgressEvent
 from mlx_engine.errors import DeviceError
 from tests.scripted_engine import ScriptedEngine
 from tests.server.openai_events import ARGUMENTS, TOOL, answering, calls_of, openai_client
-from tests.server.support import PATIENCE_S, serving
+from tests.server.support import PATIENCE_S, Server, serving
 
 SAID = f"why</think>so{calls_of('f')}"
 MESSAGES = cast(Any, [{"role": "user", "content": "Hi"}])
@@ -78,6 +78,45 @@ def test_responses():
         assert final.output_text == "so"
         assert final.usage is not None and whole.usage is not None
         assert final.usage.total_tokens == whole.usage.total_tokens
+
+
+RESULT = "forty-two"
+
+
+def test_chat_goes_on_from_the_result_of_a_tool():
+    tools = cast(Any, [{"type": "function", "function": TOOL}])
+    with answering(SAID, "</think>done") as server, openai_client(server) as client:
+        first = client.chat.completions.create(model="any", messages=MESSAGES, tools=tools)
+        message = first.choices[0].message
+        assert message.tool_calls is not None
+        # As the client's users do: the answer itself, with all that it holds.
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT}
+        conversation = cast(Any, [*MESSAGES, message, result])
+        second = client.chat.completions.create(model="any", messages=conversation, tools=tools)
+        assert second.choices[0].message.content == "done"
+        goes_on_from_a_result(server)
+
+
+def test_responses_go_on_from_the_result_of_a_tool():
+    tools = cast(Any, [{"type": "function"} | TOOL])
+    with answering(SAID, "</think>done") as server, openai_client(server) as client:
+        first = client.responses.create(model="any", input="Hi", tools=tools)
+        call_id = cast(Any, first.output[-1]).call_id
+        result = {"type": "function_call_output", "call_id": call_id, "output": RESULT}
+        conversation = cast(Any, [*MESSAGES, *first.output, result])
+        second = client.responses.create(model="any", input=conversation, tools=tools)
+        assert second.output_text == "done"
+        goes_on_from_a_result(server)
+
+
+def goes_on_from_a_result(server: Server) -> None:
+    """The second prompt is the first with its answer, and the result behind it."""
+    first, second = server.engine.courses
+    so_far = [*first.call.token_ids, *first.said]
+    assert list(second.call.token_ids[: len(so_far)]) == so_far
+    assert second.cached_tokens == len(so_far)
+    new = b"".join(map(server.engine.tokenizer.token_bytes, second.call.token_ids[len(so_far) :]))
+    assert f"<tool_result>{RESULT}</tool_result>" in new.decode()
 
 
 def test_a_sign_of_life_is_a_small_response():

@@ -304,6 +304,7 @@ def test_what_cannot_be_shown_becomes_a_line_and_what_cannot_run_is_left_out():
     assert "<tool_result>done</tool_result>" in prompt(HI, patch, output, tools=PATCH)
 
 
+UNTYPED = {"type": "namespace", "name": "n", "tools": [{"name": "x"}]}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 
 
@@ -323,7 +324,8 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
         ({"background": True}, "background: it is not supported"),
         ({"prompt": {"id": "x"}}, "prompt: it is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "Unsupported custom tool"),
+        ({"tools": [*PATCH, {"type": "custom", "name": "x"}]}, "tools.1: of custom tools"),
+        ({"tools": [*TOOLS, UNTYPED]}, "tools.1.tools.0.type"),
         ({"tools": [{"name": "x"}]}, "tools.0.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice: it is"),
         ({"tool_choice": "required"}, "without any tool"),

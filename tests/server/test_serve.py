@@ -20,8 +20,10 @@ import anthropic
 import pytest
 from typer.testing import CliRunner, Result
 
+from mlx_engine import memory
 from mlx_engine.cli.main import app
 from mlx_engine.errors import ModelFileError
+from mlx_engine.loading import open_model
 from mlx_engine.server.claude_code import environment
 from mlx_engine.server.serving import address_of, listen
 from mlx_engine.tiny import tiny_checkpoint
@@ -49,6 +51,7 @@ from mlx_engine.cli.start import main; main()
 """
 # As a shell without job control starts what is to go on in the background.
 IN_BACKGROUND = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+BY_NOHUP = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +180,31 @@ def test_a_terminal_that_closes_ends_it_like_sigterm() -> None:
     assert "SIGHUP: open answers end here" in program.errors and "stopped" in program.errors
 
 
+def test_nohup_outlives_the_terminal() -> None:
+    serve = (*BY_NOHUP, *COMMAND, "serve")
+    options: dict[str, Any] = {"model": "ds41", "max_tokens": 1}
+    options["messages"] = [{"role": "user", "content": "Hello"}]
+    with running("--kv-disk-dir", "none", serve=serve) as program, program.client() as client:
+        create(client, **options)
+        program.process.send_signal(HUP)
+        assert create(client, **options).usage.output_tokens == 1
+        assert program.stop(TERM) == 0
+    assert "SIGTERM: open answers end here" in program.errors and "SIGHUP" not in program.errors
+
+
+def test_it_says_what_is_served_where_and_what_that_needs(cache: Path) -> None:
+    opened = open_model(tiny_checkpoint(cache), context_tokens=3000)
+    needed = memory.needs(opened.config, 3000)
+    with running("--kv-disk-dir", "none", "--ctx", "3000") as program:
+        program.stop()
+    assert program.variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "3000"
+    _, model, needs, listening, by_launch, *_ = program.errors.splitlines()
+    assert model == f"ds41: {opened.checkpoint.directory} as ds41, loading"
+    assert needs == f"ds41: {memory.describe(needed, 3000)}" and "3,000 tokens" in needs
+    assert listening == f"ds41: listening at {program.address}, which shows a browser what runs"
+    assert f"ds41 launch claude --url {program.address}" in by_launch
+
+
 @pytest.mark.parametrize(
     ("signals", "is_told", "prefix"),
     [
@@ -241,7 +269,8 @@ def said(message: anthropic.types.Message) -> list[dict[str, Any]]:
     return [block.model_dump(exclude={"signature"}) for block in message.content]
 
 
-def test_a_signal_ends_an_open_stream_with_an_error_event() -> None:
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_signal_ends_an_open_stream_with_an_error_event(number: int) -> None:
     with running() as program:
         url = urlsplit(program.address)
         connection = http.client.HTTPConnection(url.netloc, timeout=PATIENT_S)
@@ -251,7 +280,7 @@ def test_a_signal_ends_an_open_stream_with_an_error_event() -> None:
         start = b""
         while b"thinking_delta" not in start:
             start += response.read1()
-        assert program.stop() == 0
+        assert program.stop(number) == 0
         events = sent_events((start + response.read()).decode())
         connection.close()
     assert events[0]["type"] == "message_start"

@@ -85,6 +85,7 @@ BODIES: dict[str, Object] = {
                 "role": "assistant",
                 "content": "x",
                 "reasoning_content": "r",
+                "reasoning": "other",
                 "tool_calls": [
                     {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
                 ],
@@ -234,15 +235,22 @@ def test_null_is_as_good_as_no_value(path: str) -> None:
     body = BODIES[path]
     with serving(ScriptedEngine("</think>Hello", context_tokens=10_000)) as server:
         for place, _ in places(body):
-            if isinstance(place[-1], int):
+            if isinstance(place[-1], int) or FREE.fullmatch(".".join(map(str, place))):
                 continue
             null = replaced(body, place, None)
             holder: Any = (absent := copy.deepcopy(body))
             for key in place[:-1]:
                 holder = holder[key]
             del holder[place[-1]]
-            statuses = [server.ask("POST", path, json=each).status_code for each in (null, absent)]
-            assert statuses in ([200, 200], [400, 400]), (place, statuses)
+            prompts: list[Any] = []
+            for each in (null, absent):
+                courses = server.engine.courses[:]
+                status = server.ask("POST", path, json=each).status_code
+                assert status in (200, 400)
+                is_answered = status == 200
+                assert len(server.engine.courses) == len(courses) + is_answered
+                prompts.append(server.engine.courses[-1].call.token_ids if is_answered else None)
+            assert prompts[0] == prompts[1], place
 
 
 @pytest.mark.parametrize(
@@ -285,23 +293,52 @@ def test_a_known_field_has_its_type(path: str) -> None:
                 assert message["error"]["message"].startswith(f"{name}: it is "), (name, value)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_whole_number_may_be_written_as_another(path: str) -> None:
+    """As languages write it that have but one kind of number."""
+    body = BODIES[path]
+    with serving(ScriptedEngine("</think>Hello", context_tokens=10_000)) as server:
+        numbers = [
+            (place, number)
+            for place, number in places(body)
+            if type(number) is int and not FREE.fullmatch(".".join(map(str, place)))
+        ]
+        for place, number in numbers:
+            answer = server.ask("POST", path, json=replaced(body, place, float(number)))
+            assert answer.status_code == 200, (place, answer.text)
+        first, *others = (course.call for course in server.engine.courses)
+        assert len(numbers) > 3 and len(others) == len(numbers) - 1
+        for call in others:
+            assert repr(call) == repr(first)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", chat.PATH])
 def test_settings_of_thinking_are_the_vendors(path: str) -> None:
+    hi: Object = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
     with serving(ScriptedEngine("</think>Hello")) as server:
         for thinking, words in (
-            ({"type": "on"}, "thinking.type: it is one of enabled, adaptive, disabled"),
-            ({}, "thinking.type: it is one of"),
-            ({"type": ["enabled"]}, "thinking.type: it is one of"),
-            ({"type": "enabled", "budget_tokens": 1023}, "thinking.budget_tokens is 1023"),
-            ({"type": "enabled", "budget_tokens": -1}, "thinking.budget_tokens is -1"),
+            ({"type": ["enabled"]}, "thinking.type: it is a string"),
             ({"type": "enabled", "budget_tokens": "5000"}, "thinking.budget_tokens: it is a whole"),
+            ({"type": "enabled", "budget_tokens": 0.5}, "thinking.budget_tokens: it is a whole"),
             ("enabled", "thinking: it is an object"),
         ):
-            body = {"messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}
-            response = server.ask("POST", path, json=body | {"max_tokens": 9})
+            response = server.ask("POST", path, json=hi | {"thinking": thinking})
             assert response.status_code == 400
             assert words in response.json()["error"]["message"]
-        for kind in ("enabled", "adaptive", "disabled"):
-            thinking = {"type": kind, "budget_tokens": 1024}
-            body = {"messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}
-            assert server.ask("POST", path, json=body | {"max_tokens": 9}).status_code == 200
+
+        def prompt(thinking: Object) -> Any:
+            assert server.ask("POST", path, json=hi | {"thinking": thinking}).status_code == 200
+            return server.engine.courses[-1].call.token_ids
+
+        on, off = prompt({}), prompt({"type": "disabled"})
+        assert on != off
+        # Claude Code sends budgets that Anthropic's own servers would refuse.
+        for budget_tokens in (-1, 0, 999, 1024, 10**30):
+            for kind, expected in (
+                ("enabled", on),
+                ("adaptive", on),
+                ("of another year", on),
+                ("", on),
+                ("disabled", off),
+            ):
+                assert prompt({"type": kind, "budget_tokens": budget_tokens}) == expected
