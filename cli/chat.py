@@ -28,6 +28,7 @@ from mlx_engine.cli.options import (
     SeedOption,
     SystemOption,
     TemperatureOption,
+    TinyRandomOption,
     TopKOption,
     TopPOption,
     sampling,
@@ -62,6 +63,7 @@ class Answering(Protocol):
 def chat_command(
     context: typer.Context,
     model: ModelOption = None,
+    tiny_random: TinyRandomOption = False,
     url: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +136,7 @@ def chat_command(
                     terminal,
                     signals,
                     model=model,
+                    tiny_random=tiny_random,
                     ctx=ctx,
                     dtype=dtype,
                     kv_disk_dir=kv_disk_dir,
@@ -144,7 +147,7 @@ def chat_command(
 
 
 def _refuse_local_options(context: typer.Context) -> None:
-    for name in ("model", "ctx", "dtype", "kv_disk_dir", "kv_disk_space"):
+    for name in ("model", "tiny_random", "ctx", "dtype", "kv_disk_dir", "kv_disk_space"):
         source = context.get_parameter_source(name)
         # A model that the environment names is for other commands.
         if source is not None and source.name == "COMMANDLINE":

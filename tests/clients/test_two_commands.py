@@ -1,4 +1,4 @@
-"""The README's two commands: `ds41 serve` and `ds41 launch claude`, with the tiny random model."""
+"""The README's two commands: `ds41 serve` and `ds41 launch claude`, with the demo model."""
 
 import json
 import os
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mlx_engine.tiny import tiny_checkpoint
 from tests.clients import claude_code
 from tests.server.test_serve import COMMAND, running
 
@@ -22,8 +21,6 @@ def test_a_turn_by_the_commands_of_the_readme(
 ) -> None:
     command = claude_code.program(version)
     monkeypatch.delenv("DS41_MODEL", raising=False)
-    monkeypatch.setenv("DS41_CACHE_DIR", str(tmp_path / "cache"))
-    tiny_checkpoint(tmp_path / "cache")
     program = tmp_path / "bin" / "claude"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
@@ -35,11 +32,9 @@ def test_a_turn_by_the_commands_of_the_readme(
         **claude_code.ALONE,
         "HOME": str(home),
         "PATH": f"{program.parent}:{os.environ['PATH']}",
-        # Random words come to their end by chance, those of a reasoning often without an answer.
-        "CLAUDE_CODE_EXTRA_BODY": json.dumps({"thinking": {"type": "disabled"}}),
     }
     short = ("--system-prompt", "Be brief.", "--tools", "Read")
-    with running("--kv-disk-dir", "none") as server:
+    with running("--kv-disk-dir", "none", model=()) as server:
         run = subprocess.run(
             [*COMMAND, "launch", "claude", "--url", server.address, "-p", "Hi", *JSON, *short],
             env=variables,

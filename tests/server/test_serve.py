@@ -82,8 +82,8 @@ class Program:
 
 
 @contextmanager
-def running(*args: str) -> Generator[Program]:
-    command = [*COMMAND, "serve", "--port", "0", *args]
+def running(*args: str, model: tuple[str, ...] = ("--tiny-random",)) -> Generator[Program]:
+    command = [*COMMAND, "serve", *model, "--port", "0", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
