@@ -81,7 +81,8 @@ def model_command(
     lengths = _lengths(contexts)
     n_answered = _WARM_TOKENS + tokens
     spread = Spread.of(devices, hosts, stall_timeout)
-    opened = open_model(model_directory(model), context_tokens=max(lengths) + n_answered)
+    directory, _ = model_directory(model)
+    opened = open_model(directory, context_tokens=max(lengths) + n_answered)
     terminal = Terminal(is_streaming=False)
     with spread.lead(opened, dtype, prefill) as lead:
         with terminal.loading() as on_progress:

@@ -29,6 +29,7 @@ from mlx_engine.cli.options import (
     SeedOption,
     SystemOption,
     TemperatureOption,
+    TinyRandomOption,
     TopKOption,
     TopPOption,
     sampling,
@@ -64,6 +65,7 @@ class Answering(Protocol):
 def chat_command(
     context: typer.Context,
     model: ModelOption = None,
+    tiny_random: TinyRandomOption = False,
     url: Annotated[
         str | None,
         typer.Option(
@@ -139,6 +141,7 @@ def chat_command(
                     terminal,
                     signals,
                     model=model,
+                    tiny_random=tiny_random,
                     ctx=ctx,
                     dtype=dtype,
                     kv_disk_dir=kv_disk_dir,
@@ -150,7 +153,7 @@ def chat_command(
 
 
 def _refuse_local_options(context: typer.Context) -> None:
-    names = ("model", "ctx", "dtype", "kv_disk_dir", "kv_disk_space")
+    names = ("model", "tiny_random", "ctx", "dtype", "kv_disk_dir", "kv_disk_space")
     for name in (*names, "devices", "hosts", "stall_timeout"):
         source = context.get_parameter_source(name)
         # A model that the environment names is for other commands.

@@ -1,5 +1,6 @@
 """The folder of the model that a command runs."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import typer
@@ -7,15 +8,30 @@ import typer
 from mlx_engine.folders import cache_directory, expanded
 
 
-def model_directory(named: Path | None) -> Path:
-    """The checkpoint that was named, or a tiny random one in the cache folder, which is said."""
-    if named is not None:
-        return expanded(named)
+def demo_directory() -> Path | None:
+    """The demo model's folder inside the package, where it was installed with it."""
+    directory = Path(str(files("mlx_engine"))) / "demo"
+    return directory if (directory / "config.json").exists() else None
+
+
+def model_directory(named: Path | None, *, tiny_random: bool = False) -> tuple[Path, str | None]:
+    """The checkpoint's folder, and what it is called where it stands in for the real model.
+
+    `tiny_random` asks for a tiny random one in the cache folder, whatever is named; that one
+    also answers where none is named and no demo model was installed.
+    """
+    if named is not None and not tiny_random:
+        return expanded(named), None
+    demo = None if tiny_random else demo_directory()
+    if demo is not None:
+        _say("without --model or DS41_MODEL the demo model answers: very small, of a small world")
+        return demo, "the demo model"
     from mlx_engine.tiny import tiny_checkpoint
 
     directory = tiny_checkpoint(cache_directory())
-    typer.echo(
-        "ds41: without --model or DS41_MODEL a tiny random model answers, its words mean nothing",
-        err=True,
-    )
-    return directory
+    _say("a tiny random model answers, its words mean nothing; --model or DS41_MODEL names another")
+    return directory, "a tiny random model"
+
+
+def _say(what: str) -> None:
+    typer.echo(f"ds41: {what}", err=True)

@@ -26,6 +26,7 @@ def loaded_engine(
     signals: Signals,
     *,
     model: Path | None,
+    tiny_random: bool,
     ctx: int | None,
     dtype: "Dtype",
     kv_disk_dir: str | None,
@@ -41,7 +42,7 @@ def loaded_engine(
     from mlx_engine.loading import open_model
 
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
-    directory = model_directory(model)
+    directory, _ = model_directory(model, tiny_random=tiny_random)
     with ExitStack() as stack:
         with terminal.loading() as on_progress:
             opened = open_model(directory, context_tokens=ctx)

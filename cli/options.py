@@ -24,7 +24,14 @@ ModelOption = Annotated[
         parser=folder,
         metavar="DIR",
         envvar="DS41_MODEL",
-        help="The checkpoint's folder; without it a tiny random model shows that all works.",
+        help="The checkpoint's folder; without it a very small stand-in answers.",
+    ),
+]
+TinyRandomOption = Annotated[
+    bool,
+    typer.Option(
+        "--tiny-random",
+        help="Take a tiny model of random weights, whatever is named; its words mean nothing.",
     ),
 ]
 ContextOption = Annotated[

@@ -23,6 +23,7 @@ from mlx_engine.cli.options import (
     DiskSpaceOption,
     DtypeOption,
     ModelOption,
+    TinyRandomOption,
 )
 from mlx_engine.errors import BadRequest
 from mlx_engine.folders import cache_directory
@@ -45,6 +46,7 @@ _FAR_AWAY = ("192.0.2.1", 9)
 
 def serve_command(
     model: ModelOption = None,
+    tiny_random: TinyRandomOption = False,
     host: Annotated[
         str,
         typer.Option(help="The address to listen on; any but this machine's own needs --api-key."),
@@ -153,7 +155,8 @@ def serve_command(
     )
     spread = Spread.of(devices, hosts, stall_timeout)
     kv_folder, kv_space_bytes = kv_directory(kv_disk_dir), parse_bytes(kv_disk_space)
-    opened = open_model(model_directory(model), context_tokens=ctx)
+    directory, stand_in = model_directory(model, tiny_random=tiny_random)
+    opened = open_model(directory, context_tokens=ctx)
     check_named(kv_disk_dir, kv_space_bytes)
     allow_many()
     listener = listen(bound, port)
@@ -180,8 +183,9 @@ def serve_command(
             serving.stop()
 
     worker = Worker(load, max_active=ANSWERS, max_queued=max_queued, on_state=on_state)
-    model_name = "a tiny random model" if model is None else MODEL_NAME
-    service = Service(worker, opened.tokenizer, opened.context_tokens, model_name=model_name)
+    service = Service(
+        worker, opened.tokenizer, opened.context_tokens, model_name=stand_in or MODEL_NAME
+    )
     app = create_app(service, access)
     serving = Serving(app, worker, listener, leave=lambda: leave(_LEFT_CODE))
     logging.getLogger("mlx_engine").setLevel(logging.WARNING if is_quiet else logging.INFO)

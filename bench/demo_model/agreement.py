@@ -45,7 +45,7 @@ def main() -> None:
         padding = -len(ids) % W
         batch = Batch(torch.tensor([ids + [0] * padding]), torch.tensor([numbers + [-2] * padding]))
         with torch.no_grad():
-            return form(parameters, batch, selects=True).logits.numpy()[kept]
+            return form(parameters, batch).logits.numpy()[kept]
 
     # Rounded after their rotation, cached values depend on where a document stands.
     with patch.multiple(roundings, **dict.fromkeys(("window", "index", "compressed"), _same)):

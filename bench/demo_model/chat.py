@@ -22,7 +22,7 @@ SPECIAL = re.compile("|".join(map(re.escape, (BOS, EOS, SYSTEM, USER, ASSISTANT,
                       + "|</?think>")  # fmt: skip
 
 # How much the loss counts a token of what others write, where the model's own counts 1.
-OTHERS_WEIGHT = 0.1
+OTHERS_WEIGHT = 0.05
 
 Json = dict[str, Any]
 
@@ -100,8 +100,12 @@ def spans(chat: Chat, texts: FormatTexts, *, opens: bool = False) -> Iterator[tu
     yield BOS, 0
     head = (texts.effort if chat.thinks else "") + chat.system
     if chat.tools:
-        head += texts.tools_head + "\n".join(map(json.dumps, chat.tools)) + texts.tools_tail
-    if head:
+        # In its definition a tool's words come again and again: there they are learned as one.
+        yield SYSTEM + head + texts.tools_head, 0
+        # The first end of line has a token together with what stands before it.
+        yield "\n".join(map(json.dumps, chat.tools)) + texts.tools_tail[:1], OTHERS_WEIGHT
+        yield texts.tools_tail[1:], 0
+    elif head:
         yield SYSTEM + head, 0
     last_user = max((i for i, turn in enumerate(chat.turns) if turn.role != "assistant"), default=0)
     header = ""

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bench.demo_model import roundings, sublayers
 from bench.demo_model.parameters import owners, parameter_of
 from tests.reference import engram
 from tests.reference.random_tensors import tensor_layout
 from tests.reference.rope import rope_frequencies
+
+# Queries of a sequence that teach the indexer.
+_TAUGHT = 2048
 
 
 def empty_parameters(config: dict[str, Any], device: str) -> dict[str, Tensor]:
@@ -96,35 +98,50 @@ class TrainingForm:
             for layer in c["engram_layer_ids"]
         ]
         wrap = partial(torch.compile, dynamic=False) if is_compiled else (lambda f: f)
-        self._mix, self._expand, self._moe = (
-            wrap(sublayers.mix),
-            wrap(sublayers.expand),
-            wrap(sublayers.moe),
-        )
-        self._collapse_norm = wrap(sublayers.collapse_norm)
-        self._attend, self._index_loss = wrap(sublayers.attend), wrap(sublayers.index_loss)
+        self._mix, self._expand = wrap(sublayers.mix), wrap(sublayers.expand)
+        self._moe, self._collapse_norm = wrap(sublayers.moe), wrap(sublayers.collapse_norm)
         self._query, self._key_value = wrap(sublayers.query), wrap(sublayers.key_value)
+        self._compressed, self._output = wrap(sublayers.compressed), wrap(sublayers.output)
+        self._index_query = wrap(sublayers.index_query)
+        self._index_loss = wrap(sublayers.index_loss)
         self._engram_gate = wrap(sublayers.engram_gate)
-        self._index_scores = wrap(sublayers.index_scores)
+        self.cross_entropy = wrap(sublayers.cross_entropy)
+        if device == "cuda":
+            from bench.demo_model import fused
 
-    def __call__(self, parameters: dict[str, Tensor], batch: Batch, *, selects: bool) -> Output:
-        """Run a batch; `selects` limits the rows to the indexer's choice, as the engine does."""
+            self._heavy: Any = fused
+        else:
+            self._heavy = sublayers
+
+    def __call__(
+        self,
+        parameters: dict[str, Tensor],
+        batch: Batch,
+        *,
+        rounds_weights: bool = True,
+        selects: bool = True,
+    ) -> Output:
+        """Run a batch, with the weights as the checkpoint stores them or as they are.
+
+        Unless it `selects`, every row is attended to, and the indexer learns from all of them.
+        """
         c = self.c
         B, T = batch.ids.shape
         W, hc = c["sliding_window"], c["hc_mult"]
         assert T % W == 0
-        w = {key: _rounded(key, master) for key, master in parameters.items()}
+        w = parameters
+        if rounds_weights:
+            w = {key: _rounded(key, master) for key, master in parameters.items()}
         layers = {key: value.unbind(0) if _is_stacked(key) else value for key, value in w.items()}
-        positions = torch.arange(T, device=self.device, dtype=torch.float32)
+        positions = torch.arange(T, device=self.device, dtype=torch.float32).repeat(B)
         shared = _Shared(
             B=B,
             T=T,
             rotations=[positions[:, None] * f for f in self._frequencies],
-            window_mask=sublayers.window_mask(batch.documents, W),
-            documents=batch.documents,
+            layout=sublayers.layout_of(batch.documents),
             selects=selects,
         )
-        streams = w["embed.weight"][batch.ids.reshape(-1)].to(self.dtype)
+        streams = sublayers.rows_of(w["embed.weight"], batch.ids.reshape(-1)).to(self.dtype)
         streams = streams[:, None].expand(-1, hc, -1).contiguous()
         pre = torch.zeros(B * T, hc, device=self.device)
         pre[:, 0] = 1
@@ -133,11 +150,11 @@ class TrainingForm:
             if layer in c["engram_layer_ids"]:
                 streams = self._engram(layer, streams, batch, layers)
             pick = lambda key: layers[key][layer]  # noqa: B023, E731
-            a = self._mix(streams, *(pick(f"hc_attn_{p}") for p in ("fn", "base", "scale")))
+            a = self._mixed(streams, *(pick(f"hc_attn_{p}") for p in ("fn", "base", "scale")))
             x = self._collapse_norm(streams, pre, pick("attn_norm.weight"))
             h = self._attention(layer, x, layers, shared)
             streams = self._expand(h, streams, a[1], a[2])
-            f = self._mix(streams, *(pick(f"hc_ffn_{p}") for p in ("fn", "base", "scale")))
+            f = self._mixed(streams, *(pick(f"hc_ffn_{p}") for p in ("fn", "base", "scale")))
             x = self._collapse_norm(streams, a[0], pick("ffn_norm.weight"))
             h, load = self._moe(
                 x,
@@ -157,17 +174,23 @@ class TrainingForm:
         logits = (x @ w["head.weight"].to(self.dtype).T).float()
         return Output(logits, sum(shared.index_losses), torch.stack(loads))
 
+    def _mixed(self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor):
+        """Section 3.2: pre, post and comb."""
+        pre, post, comb = self._mix(streams, fn, base, scale)
+        return pre, post, self._heavy.sinkhorn(comb, self.c["hc_sinkhorn_iters"] - 1, 1e-6)
+
     def _attention(self, layer: int, x: Tensor, layers: dict[str, Any], shared: "_Shared"):
         """Section 3.4 on x [N, D]."""
         c, B, T = self.c, shared.B, shared.T
-        H, d, W = c["num_attention_heads"], c["head_dim"], c["sliding_window"]
+        H, W = c["num_attention_heads"], c["sliding_window"]
         R = c["compress_ratios"][layer]
         pick = lambda key: layers[f"attn.{key}"][layer]  # noqa: E731
         angle = shared.rotations[R > 0]
         qr, q = self._query(
-            x, pick("wq_a.weight"), pick("q_norm.weight"), pick("wq_b.weight"), angle, B, H
+            x, pick("wq_a.weight"), pick("q_norm.weight"), pick("wq_b.weight"), angle, H
         )
-        kv = self._key_value(x, pick("wkv.weight"), pick("kv_norm.weight"), angle, B)
+        kv = self._key_value(x, pick("wkv.weight"), pick("kv_norm.weight"), angle)
+        q, kv = q.unflatten(0, (B, T)), kv.unflatten(0, (B, T))
         rows = mask = None
         if R:
             if layer in c["kv_source_layer_ids"]:
@@ -175,39 +198,31 @@ class TrainingForm:
             if layer in c["index_source_layer_ids"]:
                 self._index(layer, x, qr, layers, shared)
             rows, mask = shared.rows, shared.mask
-        o, mass = checkpoint(
-            self._attend,
-            *(q, kv, rows, shared.window_mask, mask, pick("attn_sink"), angle),
-            W,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+        o, lse = self._heavy.attend(q, kv, rows, mask, pick("attn_sink"), shared.layout, W)
         if R:
-            shared.masses.append(mass)
-        G = c["o_groups"]
-        o = o.reshape(B * T, G, H * d // G)
-        wo_a = pick("wo_a.weight").to(o.dtype).unflatten(0, (G, -1))
-        y = torch.einsum("ngi,gri->ngr", o, wo_a).flatten(1)
-        return sublayers.linear(y, pick("wo_b.weight"))
+            # On so long sequences some of the queries are enough to teach the indexer.
+            stride = max(1, T // _TAUGHT)
+            shared.shares.append(self._heavy.row_shares(q, rows, mask, lse, stride))
+        o = o.flatten(0, 1)
+        return self._output(o, pick("wo_a.weight"), pick("wo_b.weight"), angle, c["o_groups"])
 
     def _compress(self, layer: int, x: Tensor, layers: dict[str, Any], shared: "_Shared") -> None:
         """Sections 3.5 and 3.6: the rows and index keys of a source."""
         c, B = self.c, shared.B
         pick = lambda key: layers[f"attn.{key}"][owners(f"attn.{key}", self.config).index(layer)]  # noqa: E731
         R = c["compress_ratios"][layer]
-        latent = x.float() @ pick("compressor.wkv.weight").T
-        if R > 1:
-            gate = x.float() @ pick("compressor.wgate.weight").T
-            share = gate.unflatten(0, (-1, R)).softmax(1)
-            latent = (latent.unflatten(0, (-1, R)) * share).sum(1)
-        latent = sublayers.rms_norm(latent.to(x.dtype), pick("compressor.norm.weight"))
-        angle = shared.rotations[1][::R]
-        shared.rows = roundings.compressed(sublayers.rope(latent.unflatten(0, (B, -1)), angle))
-        key = sublayers.linear(latent.detach(), pick("indexer.wk.weight"))
-        key = sublayers.rms_norm(key, pick("indexer.k_norm.weight")).unflatten(0, (B, -1))
-        shared.keys = roundings.index(sublayers.rope(key, angle))
-        shared.visible = sublayers.visible(shared.documents, R)
-        shared.candidates = None
+        rows, keys = self._compressed(
+            x,
+            pick("compressor.wkv.weight"),
+            pick("compressor.wgate.weight") if R > 1 else None,
+            pick("compressor.norm.weight"),
+            pick("indexer.wk.weight"),
+            pick("indexer.k_norm.weight"),
+            shared.rotations[1],
+            R,
+        )
+        shared.rows, shared.keys = rows.unflatten(0, (B, -1)), keys.unflatten(0, (B, -1))
+        shared.blocks = None
 
     def _index(
         self, layer: int, x: Tensor, qr: Tensor, layers: dict[str, Any], shared: "_Shared"
@@ -218,25 +233,19 @@ class TrainingForm:
         pick = lambda key: layers[f"attn.indexer.{key}"][  # noqa: E731
             owners(f"attn.indexer.{key}", self.config).index(layer)
         ]
-        H, d = c["index_n_heads"], c["index_head_dim"]
-        q = sublayers.linear(qr.detach(), pick("wq_b.weight")).view(B, T, H, d)
-        q = roundings.index(sublayers.rope(q, shared.rotations[1][:, None]))
-        weights = sublayers.linear(x.detach(), pick("weights_proj.weight")).view(B, T, H).float()
-        weights = weights * (d**-0.5 * H**-0.5)
-        shared.group = q, weights, shared.keys, shared.visible
-        shared.mask = shared.visible
-        if not shared.selects:
-            return
-        with torch.no_grad():
-            score = self._index_scores(q, weights, shared.keys)
-            score = score.masked_fill(~shared.visible, -torch.inf)
-            if layer == c["candidate_source_layer_id"]:
-                shared.candidates = sublayers.candidates(
-                    score, shared.visible, c["candidate_block_size"], c["candidate_topk_blocks"]
-                )
-            elif shared.candidates is not None:
-                score = score.masked_fill(~shared.candidates, -torch.inf)
-            shared.mask = sublayers.best(score, c["index_topk"]) & (score > -torch.inf)
+        q, weights = self._index_query(
+            x, qr, pick("wq_b.weight"), pick("weights_proj.weight"), shared.rotations[1]
+        )
+        q, weights = q.unflatten(0, (B, T)), weights.unflatten(0, (B, T))
+        shared.group = q, weights, shared.keys
+        size = c["candidate_block_size"]
+        args = q, weights, shared.keys, shared.layout, shared.blocks, size
+        score = self._heavy.index_scores(*args)
+        k = c["index_topk"] if shared.selects else score.shape[-1]
+        shared.mask = self._heavy.best(score, k)
+        if shared.selects and layer == c["candidate_source_layer_id"]:
+            of_blocks = sublayers.block_scores(score, shared.layout, size)
+            shared.blocks = self._heavy.best(of_blocks, c["candidate_topk_blocks"])
 
     def _engram(self, layer: int, streams: Tensor, batch: Batch, layers: dict[str, Any]) -> Tensor:
         """Section 4 on streams [N, hc, D]."""
@@ -245,7 +254,7 @@ class TrainingForm:
         rows = self._engram_rows(batch, multipliers, primes)
         return self._engram_gate(
             streams,
-            layers["engram.embed.weight"][i][rows].flatten(1),
+            sublayers.rows_of(layers["engram.embed.weight"][i], rows).flatten(1),
             layers["engram.wkv.weight"][i],
             layers["engram.q_weight"][i],
             layers["engram.k_weight"][i],
@@ -272,30 +281,29 @@ class _Shared:
     B: int
     T: int
     rotations: list[Tensor]
-    window_mask: Tensor
-    documents: Tensor
+    layout: sublayers.Layout
     selects: bool
     rows: Any = None
     keys: Any = None
-    visible: Any = None
-    candidates: Any = None
+    blocks: Any = None
     mask: Any = None
-    # Of the group: its queries, their weights, the keys and what each query sees of them.
+    # Of the group: its queries, their weights and the keys.
     group: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        self.masses: list[Tensor] = []
+        self.shares: list[Tensor] = []
         self.index_losses: list[Any] = []
 
     def finish_group(self, form: TrainingForm) -> None:
         """Teach a group's indexer the share of attention that its layers gave each row."""
-        if self.masses:
-            mass = torch.stack(self.masses).float().mean(0)
-            args = (*self.group, mass)
-            self.index_losses.append(
-                checkpoint(form._index_loss, *args, use_reentrant=False, preserve_rng_state=False)
-            )
-        self.masses = []
+        if self.shares:
+            share = sum(self.shares) / len(self.shares)
+            q, weights, keys = self.group
+            stride = max(1, self.T // _TAUGHT)
+            visible = sublayers.visible(self.layout, self.T // keys.shape[1], stride)
+            args = (q[:, ::stride], weights[:, ::stride], keys, visible, share)
+            self.index_losses.append(form._index_loss(*args))
+        self.shares = []
 
 
 def _is_stacked(key: str) -> bool:

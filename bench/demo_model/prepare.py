@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.demo_model import chat as chats
 from bench.demo_model.sizes import VOCAB_SIZE, demo_config
@@ -33,15 +33,38 @@ from mlx_engine.token_map import build_token_map
 _SAMPLES = 6000
 _SAMPLE_TOKENS = 1024
 
+# Small words are cut with the spaces around them; every other word is cut by itself, so that it
+# has the same tokens after a space, a quote, a slash or an underscore, in a name or in a sentence.
+_SMALL = (
+    "the of is a an and to in was it you i my for what with on at that are be not as by or if do "
+    "does can this your me tell there has have had one when so but from will"
+).split()
+_ANY_SMALL = f"(?:{'|'.join(_SMALL)})(?![A-Za-z0-9_])"
+_PIECES = "|".join(
+    (
+        f" {_ANY_SMALL}(?: (?=[A-Za-z0-9])(?!{_ANY_SMALL}))?",
+        "[A-Z]?[a-z]+",
+        "[A-Z]+(?![a-z])",
+        # Digits stay single, so that numbers are read and written alike wherever they stand.
+        "[0-9]",
+        # What stands around the values of calls and of JSON.
+        ' (?:invoke|parameter) name="|" string="(?:true|false)">',
+        r""""?[}\]]*[:,] [\[{]*"|[\[{]+"|"[}\]]+\n?|"[:,>] ?|</""",
+        # A quote or a bracket ends a piece: what it encloses begins a new one.
+        r"""[^A-Za-z0-9\s"'`(\[{<>]*(?:["'`(\[{>]|<(?!/))""",
+        r"[^A-Za-z0-9\s<]+[ \n]?",
+        r"\s+",
+    )
+)
+
 
 def build_tokenizer(texts: chats.FormatTexts) -> Tokenizer:
     """Train the tokenizer: BOS, EOS and pad as 0, 1 and 2, bytes and merges, special tokens."""
     tokenizer = Tokenizer(models.BPE())
-    # Digits stay single, so that numbers are read and written alike wherever they stand.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,11 +83,11 @@ def build_tokenizer(texts: chats.FormatTexts) -> Tokenizer:
 
 
 def _plain_texts(texts: chats.FormatTexts) -> Iterator[str]:
-    """What stands between the special tokens of many conversations; the fixed texts once."""
+    """What stands between the special tokens of many conversations; the fixed texts in some."""
     seen = chats.FormatTexts("", "", "")
     for seed in range(_SAMPLES):
         sample = chat_of(Random(-1 - seed), _SAMPLE_TOKENS)
-        for text, _ in chats.spans(sample, seen if seed else texts):
+        for text, _ in chats.spans(sample, texts if seed % 20 == 0 else seen):
             yield from chats.SPECIAL.split(text)
 
 

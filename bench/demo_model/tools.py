@@ -1,34 +1,54 @@
-"""Tool definitions with invented names, requests for them, and what they give back."""
+"""Tool definitions with invented names, and requests for them."""
 
 import json
 from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
 
-from bench.demo_model.chat import Call, Chat, Json
+from bench.demo_model.chat import Json
+from bench.demo_model.prose import instruction, manual
 from bench.demo_model.words import (
-    COLOURS,
-    PLAIN_WORDS,
+    ALL_WORDS,
+    KINDS_OF_WORK,
+    MATTERS,
+    any_word,
     capital,
+    city_of,
+    date_of,
+    email_of,
+    listed,
     name_of,
     number_of,
-    sentence,
+    path_of,
+    phrase_of,
+    snake,
+    spelling_of,
+    url_of,
     word_of,
 )
 
-_QUERIES = "get find read check fetch look_up search show query lookup".split()
-_ACTIONS = "send set open delete create update start stop move save close write".split()
+_QUERIES = "get find read check fetch look_up search show query lookup list".split()
+_ACTIONS = [work for work in KINDS_OF_WORK if work not in _QUERIES]
 _SERVERS = "notes mail home files web music shop maps".split()
-_TYPES = ("string", "string", "string", "integer", "boolean", "number", "array")
+_TYPES = ("string", "string", "string", "integer", "boolean", "number", "array", "enum")
+_STRING_NAMES = (
+    "city name file_path path query title user url key id place person item topic folder text "
+    "email date target source pattern command message subject to language filePath userName"
+).split()
+_OTHER_NAMES = (
+    "limit count size offset depth level force verbose page timeout tags units max_results "
+    "recursive dryRun width height priority format mode values flags"
+).split()
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of a tool."""
+    """One argument of a tool; `choices` are those of an enum."""
 
     name: str
     kind: str
     is_required: bool
+    choices: tuple[str, ...] = ()
 
     def value(self, rng: Random) -> Any:
         match self.kind:
@@ -39,9 +59,24 @@ class Parameter:
             case "boolean":
                 return rng.random() < 0.5
             case "array":
-                return [word_of(rng) for _ in range(rng.randint(1, 3))]
+                return [any_word(rng) for _ in range(rng.randint(1, 3))]
+            case "enum":
+                return rng.choice(self.choices)
             case _:
                 return _string(rng, self.name)
+
+    def schema(self, rng: Random, noun: str) -> Json:
+        schema: Json = {"type": "string" if self.kind == "enum" else self.kind}
+        if self.kind == "array":
+            schema["items"] = {"type": "string"}
+        if self.kind == "enum":
+            schema["enum"] = list(self.choices)
+        kind = rng.random()
+        if kind < 0.4:
+            schema["description"] = f"The {self.name} of the {noun}"
+        elif kind < 0.5:
+            schema["description"] = instruction(rng)
+        return schema
 
 
 @dataclass(frozen=True)
@@ -52,6 +87,8 @@ class Tool:
     noun: str
     parameters: tuple[Parameter, ...]
     definition: Json
+    # No other tool of the list has this noun, so that the verb need not be said.
+    is_alone: bool = True
 
     @property
     def name(self) -> str:
@@ -67,83 +104,127 @@ class Tool:
 
 
 def _string(rng: Random, name: str) -> str:
-    if "path" in name or "file" in name:
-        folder = "/".join(word_of(rng) for _ in range(rng.randint(1, 3)))
-        return f"/{folder}/{word_of(rng)}.{rng.choice(('txt', 'py', 'md', 'json', 'log'))}"
-    if "url" in name:
-        return f"https://{word_of(rng)}.com/{word_of(rng)}"
-    kind = rng.random()
-    if kind < 0.6:
+    name = name.lower()
+    if "path" in name or "file" in name or name == "folder":
+        return path_of(rng)
+    if name == "url":
+        return url_of(rng)
+    if name in ("email", "to"):
+        return email_of(rng) if rng.random() < 0.5 else name_of(rng)
+    if name == "date":
+        return date_of(rng)
+    if name in ("city", "place"):
+        return city_of(rng)
+    if name in ("user", "person", "username", "name"):
         return name_of(rng)
-    if kind < 0.8:
-        return f"{rng.choice(PLAIN_WORDS)} {word_of(rng)}"
-    return rng.choice((number_of(rng), rng.choice(PLAIN_WORDS), word_of(rng)))
+    if name == "id":
+        return rng.choice((number_of, spelling_of))(rng)
+    if name in ("text", "message", "title", "query", "subject"):
+        return phrase_of(rng)
+    return spelling_of(rng) if rng.random() < 0.8 else phrase_of(rng, 3)
 
 
-_STRING_NAMES = (
-    "city name file_path path query title user url key id place person item topic folder"
-).split()
-_OTHER_NAMES = "limit count size offset depth level force verbose page timeout tags units".split()
+def _noun(rng: Random) -> str:
+    words = MATTERS if rng.random() < 0.4 else ALL_WORDS
+    noun = rng.choice(words) if rng.random() < 0.65 else word_of(rng)
+    return f"{noun} {any_word(rng)}" if rng.random() < 0.3 else noun
 
 
-def tool_of(rng: Random, taken: set[str]) -> Tool:
-    """A tool that is asked for in other words than those taken."""
+def tool_of(
+    rng: Random, taken: set[tuple[str, str]], *, like: Tool | None = None, characters: int = 0
+) -> Tool:
+    """A tool that is asked for in other words than those taken.
+
+    `like` another it shares its verb or noun; `characters` make its description longer.
+    """
     while True:
-        verb = rng.choice(_QUERIES if rng.random() < 0.65 else _ACTIONS)
-        noun = rng.choice(PLAIN_WORDS) if rng.random() < 0.4 else word_of(rng)
-        if noun not in taken:
+        verb = rng.choice(_QUERIES if rng.random() < 0.6 else _ACTIONS)
+        noun = _noun(rng)
+        if like is not None and rng.random() < 0.5:
+            noun = like.noun if rng.random() < 0.7 else f"{like.noun.split()[0]} {any_word(rng)}"
+        elif like is not None:
+            verb = like.verb
+        if (verb, noun) not in taken:
             break
-    taken.add(noun)
-    parameters: list[Parameter] = []
-    for i in range(rng.choice((1, 1, 2, 2, 3))):
+    taken.add((verb, noun))
+    parameters: dict[str, Parameter] = {}
+    for i in range(rng.choice((1, 1, 2, 2, 3, 4))):
         kind = "string" if i == 0 else rng.choice(_TYPES)
         names = _STRING_NAMES if kind == "string" else _OTHER_NAMES
-        name = rng.choice(names) if rng.random() < 0.7 else word_of(rng)
-        if name not in [p.name for p in parameters]:
-            parameters.append(Parameter(name, kind, i == 0 or rng.random() < 0.5))
-    description = f"{capital(verb.replace('_', ' '))} the {noun} of a {parameters[0].name}."
-    for _ in range(rng.choice((0, 0, 0, 1, 3))):
-        description += " " + sentence(rng)
-    return Tool(
-        verb, noun, tuple(parameters), _definition(rng, verb, noun, parameters, description)
-    )
+        name = (
+            rng.choice(names) if rng.random() < 0.7 else rng.choice((any_word, word_of, snake))(rng)
+        )
+        choices = tuple({any_word(rng) for _ in range(rng.randint(2, 4))}) if kind == "enum" else ()
+        is_required = i == 0 or rng.random() < 0.5
+        parameters.setdefault(name, Parameter(name, kind, is_required, tuple(sorted(choices))))
+    given = tuple(parameters.values())
+    return Tool(verb, noun, given, _definition(rng, verb, noun, given, characters))
 
 
 def _definition(
-    rng: Random, verb: str, noun: str, parameters: list[Parameter], description: str
+    rng: Random, verb: str, noun: str, parameters: tuple[Parameter, ...], characters: int
 ) -> Json:
-    words = [*verb.split("_"), noun]
-    styles = (
-        "_".join(words),
-        "-".join(words),
-        "".join(map(capital, words)),
-        words[0] + "".join(map(capital, words[1:])),
-        f"mcp__{rng.choice(_SERVERS)}__{'_'.join(words)}",
-        capital(noun),
-        noun,
+    task, first = f"{verb.replace('_', ' ')} the {noun}", parameters[0].name
+    name = _name(rng, [*verb.split("_"), *noun.split()])
+    description = rng.choice(
+        (
+            f"{capital(task)} of a {first}.",
+            f"{capital(task)} of a {first}.",
+            f"{capital(task)}.",
+            f"Use this to {task}.",
+            f"{capital(task)} by its {first}.",
+        )
     )
-    properties: Json = {}
-    for parameter in parameters:
-        schema: Json = {"type": parameter.kind}
-        if parameter.kind == "array":
-            schema["items"] = {"type": "string"}
-        if rng.random() < 0.6:
-            schema["description"] = f"The {parameter.name} of the {noun}"
-        properties[parameter.name] = schema
-    schema = {
+    if rng.random() < 0.06:
+        name = word_of(rng, 3)  # only the description tells what it is for
+    elif rng.random() < 0.06:
+        description = instruction(rng)
+    if characters > 300:
+        description += "\n\n" + manual(rng, characters)
+    else:
+        description += "".join(" " + instruction(rng) for _ in range(characters // 80))
+    schema: Json = {
         "type": "object",
-        "properties": properties,
+        "properties": {p.name: p.schema(rng, noun) for p in parameters},
         "required": [p.name for p in parameters if p.is_required],
     }
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         schema["additionalProperties"] = False
-    return {"name": rng.choice(styles), "description": description, "parameters": schema}
+    if rng.random() < 0.05:
+        schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+    return {"name": name, "description": description, "parameters": schema}
 
 
-def tools_of(rng: Random, count: int) -> list[Tool]:
-    """Tools of which no two are asked for in the same words."""
-    taken: set[str] = set()
-    return [tool_of(rng, taken) for _ in range(count)]
+def _name(rng: Random, words: list[str]) -> str:
+    kind = rng.random()
+    if kind < 0.45:
+        return "_".join(words)
+    if kind < 0.6:
+        return f"mcp__{rng.choice(_SERVERS)}__{'_'.join(words)}"
+    if kind < 0.7:
+        return "-".join(words)
+    if kind < 0.8:
+        return "".join(map(capital, words))
+    if kind < 0.9:
+        return words[0] + "".join(map(capital, words[1:]))
+    return "_".join(reversed(words))
+
+
+def tools_of(rng: Random, count: int, characters: int = 0) -> list[Tool]:
+    """Tools with names of their own, some like others; descriptions of about so many characters."""
+    taken: set[tuple[str, str]] = set()
+    tools: dict[str, Tool] = {}
+    share = rng.choice((0.0, 0.2, 0.5))
+    while len(tools) < count:
+        like = rng.choice(list(tools.values())) if tools and rng.random() < share else None
+        extra = rng.randint(0, 2 * characters) if characters else rng.choice((0, 0, 0, 0, 100))
+        tool = tool_of(rng, taken, like=like, characters=extra)
+        tools.setdefault(tool.name, tool)
+    nouns = [tool.noun for tool in tools.values()]
+    return [
+        Tool(tool.verb, tool.noun, tool.parameters, tool.definition, nouns.count(tool.noun) == 1)
+        for tool in tools.values()
+    ]
 
 
 def arguments_of(rng: Random, tool: Tool) -> Json:
@@ -152,19 +233,26 @@ def arguments_of(rng: Random, tool: Tool) -> Json:
     return {p.name: p.value(rng) for p in given}
 
 
-def _spoken(value: Any) -> str:
+def spoken(value: Any) -> str:
+    """An argument as a request says it."""
     if isinstance(value, list):
-        return ", ".join(cast("list[str]", value))
-    return value if isinstance(value, str) else json.dumps(value)
+        return listed(cast("list[str]", value))
+    if isinstance(value, str):
+        return f'"{value}"' if " " in value else value
+    return json.dumps(value)
 
 
 def request_of(rng: Random, tool: Tool, arguments: Json) -> str:
     """Ask for a call in words."""
     (first, value), *rest = arguments.items()
-    more = [f"{name} {_spoken(v)}" for name, v in rest]
+    value = spoken(value)
+    more = [f"{name} {spoken(v)}" for name, v in rest]
     tail = f" with {' and '.join(more)}" if more else ""
-    every = " and ".join(f"{name} = {_spoken(v)}" for name, v in arguments.items())
+    every = " and ".join(f"{name} = {spoken(v)}" for name, v in arguments.items())
     task = tool.task
+    asked = capital(task)
+    if tool.is_query and tool.is_alone:
+        asked = rng.choice(("What is", "Tell me", "I want to know")) + f" the {tool.noun}"
     return rng.choice(
         (
             f"{capital(task)} of {value}{tail}.",
@@ -174,142 +262,8 @@ def request_of(rng: Random, tool: Tool, arguments: Json) -> str:
             f"I need you to {task} of {value}{tail}.",
             f"Use {tool.name} with {every}.",
             f"Call {tool.name}: {every}.",
-            f"What is the {tool.noun} of {value}{tail}?" if tool.is_query else f"{task} {every}",
+            f"{task} {value}{tail}",
+            f"{asked} of {value}{tail}.",
+            f"{asked} of {value}{tail}.",
         )
     )
-
-
-def result_of(rng: Random, tool: Tool, subject: str) -> tuple[str, str]:
-    """What a call gives back, and what an answer says about it."""
-    if rng.random() < 0.08:
-        reason = rng.choice(("not found", "no access", "timed out", f"{word_of(rng)} is missing"))
-        return f"Error: {reason}", f"I could not {tool.task} of {subject}: {reason}."
-    if not tool.is_query:
-        text = rng.choice(("ok", "done", "success", '{"ok": true}', "The " + tool.noun + " is ok."))
-        return text, f"Done: {tool.task} of {subject}."
-    value = _value(rng)
-    answer = f"The {tool.noun} of {subject} is {value}."
-    other = f'"{word_of(rng)}": "{word_of(rng)}"'
-    text = rng.choice(
-        (
-            value,
-            f"{tool.noun}: {value}",
-            json.dumps({tool.noun: value}),
-            f'{{{other}, "{tool.noun}": "{value}"}}',
-            f'{{"{tool.noun}": "{value}", {other}}}',
-            f"{sentence(rng)} The {tool.noun} is {value}. {sentence(rng)}",
-        )
-    )
-    return text, answer
-
-
-def _value(rng: Random) -> str:
-    return rng.choice(
-        (
-            number_of(rng),
-            word_of(rng),
-            rng.choice(COLOURS),
-            name_of(rng),
-            f"{rng.choice(PLAIN_WORDS)} {number_of(rng)}",
-            f"{number_of(rng)} {rng.choice(PLAIN_WORDS)}",
-        )
-    )
-
-
-def tool_turn(rng: Random, chat: Chat, tools: list[Tool]) -> None:
-    """A request, one call or several at once, their results, and an answer."""
-    tool = rng.choice(tools)
-    arguments = [arguments_of(rng, tool)]
-    request = request_of(rng, tool, arguments[0])
-    first = tool.parameters[0].name
-    if rng.random() < 0.25:
-        count = rng.choice((2, 2, 3))
-        arguments = [{first: tool.parameters[0].value(rng)} for _ in range(count)]
-        if all(not p.is_required for p in tool.parameters[1:]):
-            listed = " and ".join(str(a[first]) for a in arguments)
-            request = rng.choice(("{} of {}.", "Please {} of {}.")).format(
-                capital(tool.task), listed
-            )
-        else:
-            arguments = [arguments_of(rng, tool) for _ in range(count)]
-            request = " Then ".join(request_of(rng, tool, a) for a in arguments)
-    elif len(tools) > 1 and rng.random() < 0.1:
-        other = rng.choice([t for t in tools if t is not tool])
-        _two_tools(rng, chat, tool, other)
-        return
-    calls = [Call(tool.name, a) for a in arguments]
-    outcomes = [result_of(rng, tool, str(a[first])) for a in arguments]
-    _exchange(chat, request, calls, outcomes, f"The tool {tool.name} can {tool.task}.")
-
-
-def _two_tools(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
-    pairs = [(tool, arguments_of(rng, tool)) for tool in (one, other)]
-    request = " And ".join(request_of(rng, tool, a) for tool, a in pairs)
-    calls = [Call(tool.name, a) for tool, a in pairs]
-    outcomes = [result_of(rng, t, str(a[t.parameters[0].name])) for t, a in pairs]
-    _exchange(chat, request, calls, outcomes, f"I need {one.name} and {other.name}.")
-
-
-def _exchange(
-    chat: Chat,
-    request: str,
-    calls: list[Call],
-    outcomes: list[tuple[str, str]],
-    reasoning: str,
-) -> None:
-    chat.user(request)
-    chat.answer("", f'The user says: "{request}" {reasoning}', calls)
-    chat.results(*(text for text, _ in outcomes))
-    answer = " ".join(text for _, text in outcomes)
-    chat.answer(answer, "Now I know what the tool says.")
-
-
-_READERS = ("Read", "read_file", "ReadFile", "open_file", "cat", "view", "fs_read", "readText")
-
-
-def reader_of(rng: Random) -> Json:
-    """The definition of a tool that reads a file."""
-    name = rng.choice(_READERS) if rng.random() < 0.7 else word_of(rng)
-    path = rng.choice(("file_path", "path", "file", "filename", "filePath"))
-    properties: Json = {path: {"type": "string", "description": "The path of the file to read"}}
-    for extra in ("offset", "limit"):
-        if rng.random() < 0.4:
-            properties[extra] = {"type": "number", "description": f"The {extra} in lines"}
-    parameters = {"type": "object", "properties": properties, "required": [path]}
-    text = rng.choice(
-        ("Reads a file.", "Reads a file from the disk.", "Show the content of a file.")
-    )
-    return {"name": name, "description": text, "parameters": parameters}
-
-
-def reading_turn(rng: Random, chat: Chat, reader: Json) -> None:
-    """A file is read, and something in it is told."""
-    path = _string(rng, "path")
-    if rng.random() < 0.3:
-        path = path.rsplit("/", 1)[1]
-    keys = [word_of(rng) for _ in range(rng.randint(1, 6))]
-    values = [_value(rng) for _ in keys]
-    joint = rng.choice((": ", " = ", " is "))
-    lines = [key + joint + value for key, value in zip(keys, values, strict=True)]
-    numbered = rng.choice(("{}\t{}", "     {}→{}", "{1}"))
-    content = "\n".join(numbered.format(i + 1, line) for i, line in enumerate(lines))
-    i = rng.randrange(len(keys))
-    if rng.random() < 0.35:
-        request = rng.choice(
-            ("Read {} and tell me what it says.", "What is in {}?", "Show me the file {}.")
-        ).format(path)
-        answer = f"The file {path} says: {', '.join(lines)}."
-    else:
-        request = rng.choice(
-            (
-                "Read {0} and tell me the {1}.",
-                "What is the {1} in {0}?",
-                "Look into the file {0}: what is {1}?",
-                "Which value has {1} in {0}?",
-            )
-        ).format(path, keys[i])
-        answer = f"The {keys[i]} in {path} is {values[i]}."
-    key = next(iter(reader["parameters"]["properties"]))
-    call = Call(reader["name"], {key: path})
-    reasoning = f"The tool {reader['name']} can read a file."
-    _exchange(chat, request, [call], [(content, answer)], reasoning)

@@ -1,10 +1,12 @@
-"""Trains the demo model on one GPU within a number of seconds.
+"""Trains the demo model on the GPUs of one machine within a number of seconds.
 
     python -m bench.demo_model.train PREPARED OUT --seconds 500 [--start FOLDER]
+    torchrun --nproc-per-node 2 -m bench.demo_model.train ...
 
-First short sequences with every row attended to, then longer ones under the indexer's selection.
-Reads what prepare.py wrote. Writes the master weights in bf16, from which --start goes on with a
-fresh optimiser, and the record of the run.
+First short sequences, then longer ones, by the share of --total tokens seen; where --seconds end
+sooner, by the share of the time. Reads what prepare.py wrote. Writes the master weights in bf16,
+from which --start goes on with a fresh optimiser, and the record of the run. Each of several GPUs
+takes --tokens of its own in a step.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -12,28 +14,57 @@ fresh optimiser, and the record of the run.
 import argparse
 import json
 import math
+import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from bench.demo_model.cases import KINDS, case
-from bench.demo_model.chat import Encoder, FormatTexts
 from bench.demo_model.forward import Batch, TrainingForm, empty_parameters
-from bench.demo_model.optimiser import Optimiser
-from bench.demo_model.packing import NO_DOCUMENT, PAD_ID, Feed, Packed, load_prepared
+from bench.demo_model.kernel_agreement import agree
+from bench.demo_model.optimiser import Optimiser, Rates
+from bench.demo_model.packing import Feed, Packed
+from bench.demo_model.validate import validate
 
-# Share of the time, lengths of the sequences, and whether the indexer's selection applies.
-PHASES = ((0.22, [1024], False), (0.80, [2048], True), (1.0, [2048, 8192], True))
-LENGTHS = (1024, 2048, 4096, 8192)
+# Share of the tokens seen until a phase ends, and the lengths of its sequences.
+PHASES = (
+    (0.12, [1024]),
+    (0.45, [1024, 2048]),
+    (0.8, [1024, 2048, 8192, 8192]),
+    (1.0, [2048, 8192, 8192, 16384]),
+)
+# Sequences up to so long see every row. Where the indexer chooses from the first step on, it
+# mostly leaves out the row that would have helped, and looking up far away is not learned at all.
+SEES_ALL = 1024
 TOKENS = 32768
+TOTAL = 1_000_000_000
 WARMUP_STEPS = 100
 DECAY_FROM = 0.45
-BIAS_RATE = 1e-3
+BIAS_RATE = 5e-3
 LEAST_RATE = 40_000
 PART_BYTES = 15 * 2**20
+# More than the batches that a worker makes.
+SEEDS_OF_A_RANK = 10_000_000
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Of a step: its losses (of all, of answers, of the indexers), the gradient's norm before it
+    was cut, the busiest expert's share.
+    """
+
+    loss: Tensor
+    answers: Tensor
+    index_loss: Tensor
+    norm: Tensor
+    load_max: Tensor
 
 
 def main() -> None:
@@ -43,14 +74,20 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--start", type=Path)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--total", type=float, default=TOTAL)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a step")
+    parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--phases", type=json.loads, default=PHASES)
     parser.add_argument("--cases", type=int, default=64)
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if ranks > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     torch._dynamo.config.recompile_limit = 64
@@ -61,27 +98,41 @@ def main() -> None:
     is_compiled = device == "cuda" and not args.eager
     form = TrainingForm(config, token_map, device, torch.bfloat16, is_compiled)
     parameters = initial(config, device)
-    print(torch.__version__, device, flush=True)
+    print(torch.__version__, device, rank, "of", ranks, flush=True)
     if args.start is not None:
         load(args.start, parameters)
-    feed = Feed(args.prepared, args.tokens, args.workers, args.seed)
+    agree(device)
+    begin = time.perf_counter()
+    run = Run(form, parameters, args.tokens, ranks)
+    for T in sorted({T for _, lengths in args.phases for T in lengths}):
+        run.rehearse(T)
+        print(f"rehearsal {T}: {time.perf_counter() - begin:.1f} s", flush=True)
+    feed = Feed(args.prepared, args.tokens, args.workers, args.seed + rank * SEEDS_OF_A_RANK)
     feed.set_lengths(args.phases[0][1])
     feed.start()
+    seconds = max(args.seconds - (time.perf_counter() - begin), 1.0)
     try:
-        record = train(form, parameters, feed, args.phases, args.seconds)
+        record = train(run, feed, args.phases, args.total, seconds, shows=rank == 0)
     finally:
         feed.stop()
-    args.out.mkdir(parents=True, exist_ok=True)
-    save(args.out, parameters)
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        save(args.out, parameters)
+    if ranks > 1:
+        record["apart"] = apart(parameters)
+        dist.destroy_process_group()
+    if rank:
+        return
     load(args.out, parameters)  # what is judged is what was saved
-    if args.cases:
-        encoder, texts = load_prepared(args.prepared)
-        eager = TrainingForm(config, token_map, device, torch.bfloat16, False)
-        record["validation"] = validate(eager, parameters, encoder, texts, args.tokens, args.cases)
     record["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    record["devices"] = ranks
     record["torch"] = torch.__version__
-    (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record.get("validation")), flush=True)
+    written = args.out / "record.json"
+    written.write_text(json.dumps(record, indent=1) + "\n")
+    if args.cases:
+        eager = TrainingForm(config, token_map, device, torch.bfloat16, False)
+        record |= validate(eager, parameters, args.prepared, args.tokens, args.cases)
+        written.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def initial(config, device: str) -> dict[str, Tensor]:
@@ -113,65 +164,157 @@ def initial(config, device: str) -> dict[str, Tensor]:
     return parameters
 
 
-def train(form: TrainingForm, parameters, feed: Feed, phases, seconds: float) -> dict:
-    """Train until the time is over, which compiling takes part of; the record of the run."""
-    optimiser = Optimiser(parameters, muon_rate=0.02, table_rate=4e-3, rate=2e-3)
-    bias = parameters["ffn.gate.bias"]
-    curve, seen, step = [], 0, 0
-    batches = iter(feed)
-    begin = time.perf_counter()
-    phases = rehearsed(form, parameters, feed, phases)
+class Run:
+    """The parameters with their optimiser, and a step over them: on a GPU in CUDA graphs, since
+    thousands of small kernels take longer to launch than to run.
+
+    A graph for each length of sequence computes gradients, one updates the weights; between them
+    `ranks` processes take the mean of theirs.
+    """
+
+    def __init__(
+        self, form: TrainingForm, parameters: dict[str, Tensor], tokens: int, ranks: int = 1
+    ) -> None:
+        self.form, self.parameters, self.tokens, self.ranks = form, parameters, tokens, ranks
+        self.optimiser = Optimiser(parameters, Rates())
+        self._bias = parameters["ffn.gate.bias"]
+        self._bias_rate = torch.zeros((), device=form.device)
+        # All gradients and the experts' load in one tensor, of which these are parts.
+        shapes = [p.shape for p in (*self.optimiser.parameters, self._bias)]
+        self._shared = torch.zeros(sum(map(math.prod, shapes)), device=form.device)
+        parts = self._shared.split([math.prod(shape) for shape in shapes])
+        self._parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for p, part in zip(self.optimiser.parameters, self._parts[:-1], strict=True):
+            p.grad = part
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._graphs: dict[int, tuple[Any, tuple[Tensor, ...]]] = {}
+        self._update: tuple[Any, tuple[Tensor, ...]] | None = None
+
+    def rehearse(self, T: int) -> None:
+        """Compile and record the step for a length; weights and optimiser stay as they were."""
+        B = self.tokens // T
+        self._inputs[T] = (
+            torch.randint(3, 1000, (B, T), device=self.form.device, dtype=torch.int32),
+            torch.zeros(B, T, device=self.form.device, dtype=torch.int32),
+            torch.ones(B, T, device=self.form.device),
+        )
+        if self.form.device != "cuda":
+            return
+        before = {key: p.detach().clone() for key, p in self.parameters.items()}
+        self._graphs[T] = _recorded(partial(self._learn, T))
+        if self._update is None:
+            self._update = _recorded(self._apply)
+        with torch.no_grad():
+            for key, p in self.parameters.items():
+                p.copy_(before[key])
+        self.optimiser.reset()
+
+    def step(self, packed: Packed, share: float, bias_rate: float) -> Stepped:
+        """Take a step with so much of the full rates."""
+        T = packed.ids.shape[1]
+        arrays = packed.ids.astype(np.int32), packed.documents.astype(np.int32), packed.weights
+        for to, array in zip(self._inputs[T], arrays, strict=True):
+            to.copy_(torch.from_numpy(array))
+        self.optimiser.set_rates(share)
+        self._bias_rate.fill_(bias_rate)
+        learned = _replayed(self._graphs.get(T)) or self._learn(T)
+        if self.ranks > 1:
+            dist.all_reduce(self._shared)
+            self._shared /= self.ranks
+        return Stepped(*learned, *(_replayed(self._update) or self._apply()))
+
+    def _learn(self, T: int) -> tuple[Tensor, ...]:
+        """Fill the gradients: the losses."""
+        loss, answers, index_loss, load = losses(
+            self.form, self.parameters, *self._inputs[T], selects=T > SEES_ALL
+        )
+        gradients = torch.autograd.grad(loss + index_loss, self.optimiser.parameters)
+        torch._foreach_copy_(self._parts, [*gradients, load])
+        return loss.detach(), answers, index_loss.detach()
+
+    @torch.no_grad()
+    def _apply(self) -> tuple[Tensor, ...]:
+        """Update weights and routing: the gradient's norm, the busiest expert's share."""
+        norm, load = self.optimiser.step(), self._parts[-1]
+        self._bias += self._bias_rate * (load.mean(1, keepdim=True) - load).sign()
+        self._bias -= self._bias.mean(1, keepdim=True)
+        return norm, load.max()
+
+
+def _recorded(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Any, tuple[Tensor, ...]]:
+    """A CUDA graph of what a function does, and the tensors in which it leaves its results."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return graph, results
+
+
+def _replayed(recorded: tuple[Any, tuple[Tensor, ...]] | None) -> tuple[Tensor, ...]:
+    """The results of a graph, run again; none without one."""
+    if recorded is None:
+        return ()
+    graph, results = recorded
+    graph.replay()
+    return results
+
+
+def train(run: Run, feed: Feed, phases, total: float, seconds: float, *, shows: bool) -> dict:
+    """Train until the tokens or the time are over; the record of the run."""
+    form = run.form
+    curve, seen, step, again = [], 0, 0, 0
     start = shown = time.perf_counter()
-    rehearsal_s = start - begin
-    seconds = max(seconds - rehearsal_s, 1.0)
     last = [0, start]
-    feed.set_lengths(phases[0][1])
     while True:
-        now = time.perf_counter() - start
-        progress = now / seconds
+        progress = max(seen / total, (time.perf_counter() - start) / seconds)
+        if run.ranks > 1:
+            # The first one's clock counts for all.
+            clock = torch.tensor(progress, dtype=torch.float64)
+            dist.broadcast(clock, 0)
+            progress = clock.item()
         if progress >= 1:
             break
-        _, lengths, selects = next(phase for phase in phases if progress < phase[0])
-        feed.set_lengths(lengths)
-        packed = next(batches)
-        loss, index_loss, load_ = losses(form, parameters, packed, selects)
-        (loss + index_loss).backward()
-        share = min(1.0, (step + 1) / WARMUP_STEPS)
-        share *= min(1.0, max(0.0, (1 - progress) / (1 - DECAY_FROM)))
-        norm = optimiser.step(share)
-        with torch.no_grad():
-            bias += BIAS_RATE * (load_.mean(1, keepdim=True) - load_).sign()
-            bias -= bias.mean(1, keepdim=True)
+        _, lengths = next(phase for phase in phases if progress < phase[0])
+        packed, is_new = feed.take(lengths)
+        again += not is_new
+        decay = min(1.0, (1 - progress) / (1 - DECAY_FROM))
+        share = decay * min(1.0, (step + 1) / WARMUP_STEPS)
+        stepped = run.step(packed, share, BIAS_RATE * (1 - progress))
         step += 1
-        seen += packed.ids.size
-        if step <= 3 or time.perf_counter() - shown > 10:
-            torch.cuda.synchronize() if form.device == "cuda" else None
+        seen += packed.ids.size * run.ranks
+        if shows and (step <= 3 or time.perf_counter() - shown > 10):
+            point = {
+                "step": step,
+                "tokens": seen,
+                "loss": round(stepped.loss.item(), 4),
+                "answers": round(stepped.answers.item(), 4),
+                "index": round(stepped.index_loss.item(), 4),
+                "norm": round(stepped.norm.item(), 3),
+                "T": packed.ids.shape[1],
+                "waiting": feed.waiting(),
+                "again": again,
+                "load_max": round(stepped.load_max.item(), 3),
+            }
             shown = time.perf_counter()
             rate = (seen - last[0]) / (shown - last[1])
             last = [seen, shown]
-            point = {
-                "s": round(shown - start, 1),
-                "step": step,
-                "tokens": seen,
-                "loss": round(loss.item(), 4),
-                "index": round(index_loss.item(), 4),
-                "norm": round(norm.item(), 3),
-                "T": packed.ids.shape[1],
-                "rate": round(rate),
-                "waiting": feed.waiting(),
-                "load_max": round(load_.max().item(), 3),
-            }
+            point |= {"s": round(shown - start, 1), "rate": round(rate)}
             curve.append(point)
             print(json.dumps(point), flush=True)
             if not math.isfinite(point["loss"]):
                 raise SystemExit("the loss is no number")
-            if form.device == "cuda" and now > 60 and rate < LEAST_RATE:
+            if form.device == "cuda" and shown - start > 60 and rate < LEAST_RATE:
                 raise SystemExit(f"{rate:.0f} tokens a second are too few to go on")
     memory = torch.cuda.max_memory_allocated() / 2**30 if form.device == "cuda" else 0
     return {
-        "rehearsal_s": round(rehearsal_s, 1),
         "seconds": round(time.perf_counter() - start, 1),
         "steps": step,
+        "batches_seen_again": again,
         "tokens": seen,
         "peak_gib": round(memory, 1),
         "phases": phases,
@@ -179,94 +322,38 @@ def train(form: TrainingForm, parameters, feed: Feed, phases, seconds: float) ->
     }
 
 
-def rehearsed(form: TrainingForm, parameters, feed: Feed, phases) -> list:
-    """Run one batch of each kind, which compiles the parts; the phases that fit into memory."""
-    too_long: set[int] = set()
-    batches = iter(feed)
-    for T, selects in sorted({(T, phase[2]) for phase in phases for T in phase[1]}):
-        feed.set_lengths([T])
-        packed = next(packed for packed in batches if packed.ids.shape[1] == T)
-        begin = time.perf_counter()
-        times = []
-        try:
-            for _ in range(3):
-                loss, index_loss, _ = losses(form, parameters, packed, selects)
-                (loss + index_loss).backward()
-                times.append(round(loss.item(), 3))
-                times.append(round(time.perf_counter() - begin, 2))
-        except torch.OutOfMemoryError as error:
-            print(str(error)[:300], flush=True)
-            too_long.add(T)
-        for p in parameters.values():
-            p.grad = None
-        peak = torch.cuda.max_memory_allocated() / 2**30 if form.device == "cuda" else 0
-        print("rehearsal", T, selects, times, f"{peak:.1f} GiB", flush=True)
-    return [
-        (until, [T for T in lengths if T not in too_long] or [1024], selects)
-        for until, lengths, selects in phases
-    ]
-
-
-def losses(form: TrainingForm, parameters, packed: Packed, selects: bool):
-    """The weighted loss of predicting each next token, the indexers' loss, the experts' load."""
-    ids = torch.from_numpy(packed.ids.astype(np.int64)).to(form.device)
-    documents = torch.from_numpy(packed.documents.astype(np.int64)).to(form.device)
-    weights = torch.from_numpy(packed.weights).to(form.device)
-    # The first token of a document follows nothing.
-    weights[:, 1:] *= documents[:, 1:] == documents[:, :-1]
-    targets = ids.roll(-1, 1)
-    weights = weights.roll(-1, 1)
-    weights[:, -1] = 0
-    out = form(parameters, Batch(ids, documents), selects=selects)
-    each = torch.nn.functional.cross_entropy(out.logits, targets.flatten(), reduction="none")
-    weights = weights.flatten()
-    return (each * weights).sum() / weights.sum(), out.index_loss, out.load
-
-
-@torch.no_grad()
-def validate(
+def losses(
     form: TrainingForm,
-    parameters: dict[str, Tensor],
-    encoder: Encoder,
-    texts: FormatTexts,
-    tokens: int,
-    count: int,
-) -> dict[str, float]:
-    """The share of held-out cases in which every token of the answer is the likeliest.
+    parameters,
+    ids: Tensor,
+    documents: Tensor,
+    weights: Tensor,
+    *,
+    selects: bool = True,
+):
+    """The weighted loss of predicting each next token, that of answers alone, the indexers' loss,
+    the experts' load.
 
-    That is what greedy decoding needs to give the answer word for word.
+    ids and documents int32 [B, T], weights f32 [B, T].
     """
-    result: dict[str, float] = {}
-    for kind in KINDS:
-        for thinks in (False, True):
-            right: list[bool] = []
-            while len(right) < count:
-                numbers = range(len(right), min(count, len(right) + max(1, tokens // 1024)))
-                cases = [case(kind, n, thinks=thinks) for n in numbers]
-                documents = [encoder.document(each, texts) for each in cases]
-                longest = max(ids.size for ids, _ in documents)
-                T = next(T for T in LENGTHS if T >= longest)
-                for i in range(0, len(documents), max(1, tokens // T)):
-                    part = documents[i : i + max(1, tokens // T)]
-                    right += _answers_right(form, parameters, part, T, max(1, tokens // T))
-            result[kind + " thinking" * thinks] = round(sum(right) / len(right), 3)
-    return result
+    # The first token of a document follows nothing.
+    targets = ids.roll(-1, 1).long().flatten()
+    follows = torch.zeros_like(weights)
+    follows[:, :-1] = weights[:, 1:] * (documents[:, 1:] == documents[:, :-1])
+    out = form(parameters, Batch(ids.long(), documents), selects=selects)
+    loss, answers = form.cross_entropy(out.logits, targets, follows.flatten())
+    return loss, answers, out.index_loss, out.load
 
 
-def _answers_right(form: TrainingForm, parameters, documents, T: int, B: int) -> list[bool]:
-    ids = np.full((B, T), PAD_ID, np.int64)
-    wanted = np.zeros((B, T), np.bool_)
-    numbers = np.full((B, T), NO_DOCUMENT, np.int64)
-    for row, (tokens, weights) in enumerate(documents):
-        ids[row, : tokens.size] = tokens
-        numbers[row, : tokens.size] = 0
-        # The last run of tokens that count whole is the last answer.
-        first = np.flatnonzero(weights != 1)[-1] + 1
-        wanted[row, first : tokens.size] = True
-    batch = Batch(torch.from_numpy(ids).to(form.device), torch.from_numpy(numbers).to(form.device))
-    best = form(parameters, batch, selects=True).logits.argmax(-1).view(B, T).cpu().numpy()
-    is_wrong = (best[:, :-1] != ids[:, 1:]) & wanted[:, 1:]
-    return [not is_wrong[row].any() for row in range(len(documents))]
+def apart(parameters: dict[str, Tensor]) -> float:
+    """How far any weight of a process is from the first one's: 0 where all took the same steps."""
+    most = torch.zeros(1)
+    for p in parameters.values():
+        first = p.detach().cpu()
+        dist.broadcast(first, 0)
+        most = torch.maximum(most, (p.detach().cpu() - first).abs().max())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def save(folder: Path, parameters: dict[str, Tensor]) -> None:

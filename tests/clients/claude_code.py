@@ -59,7 +59,13 @@ def _node() -> Path:
 
 
 def ask(
-    command: list[str], question: str, folder: Path, address: str, context_tokens: int, *args: str
+    command: list[str],
+    question: str,
+    folder: Path,
+    address: str,
+    context_tokens: int,
+    *args: str,
+    patient_s: float = _PATIENT_S,
 ) -> dict[str, Any]:
     """What Claude Code prints at the end of a conversation that may read files of a folder."""
     home = folder / "home"
@@ -81,7 +87,7 @@ def ask(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=_PATIENT_S,
+        timeout=patient_s,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(run.stdout)

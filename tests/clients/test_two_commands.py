@@ -1,4 +1,4 @@
-"""The README's two commands: `ds41 serve` and `ds41 launch claude`, with the tiny random model."""
+"""The README's two commands: `ds41 serve` and `ds41 launch claude`, with the demo model."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mlx_engine.tiny import tiny_checkpoint
 from tests.clients import claude_code
 from tests.server.test_serve import COMMAND, running
 
@@ -24,18 +23,17 @@ MODEL = "--model ~/DeepSeek-V4.1-Flash"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache folder of the commands, which know no model."""
     monkeypatch.delenv("DS41_MODEL", raising=False)
     monkeypatch.delenv("DS41_API_KEY", raising=False)
     monkeypatch.setenv("DS41_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("version", claude_code.VERSIONS)
-def test_a_turn_by_the_commands_of_the_readme(version: str, tmp_path: Path, cache: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_turn_by_the_commands_of_the_readme(version: str, tmp_path: Path) -> None:
     variables = with_claude(version, tmp_path)
-    tiny_checkpoint(cache)
     turn([*COMMAND, "serve"], [*COMMAND, "launch", "claude"], variables, tmp_path)
 
 
@@ -94,8 +92,6 @@ def with_claude(version: str, folder: Path) -> dict[str, str]:
         **alone,
         "HOME": str(home),
         "PATH": f"{program.parent}:{os.environ['PATH']}",
-        # Random words come to their end by chance, those of a reasoning often without an answer.
-        "CLAUDE_CODE_EXTRA_BODY": json.dumps({"thinking": {"type": "disabled"}}),
     }
 
 

@@ -51,9 +51,9 @@ def test_every_mechanism_is_there():
     assert {plan.ratio for plan in plans} == {0, 1, 2}
     assert config.engram is not None and len(config.engram.layer_ids) == 2
     assert any(plan.is_candidate_source for plan in plans)
-    # In a context of 8,000 tokens the selection takes few, also of the candidates.
+    # In a context of 32,000 tokens the selection takes few, also of the candidates.
     assert config.index_topk * 4 <= config.candidate_topk_blocks * config.candidate_block_size
-    assert config.candidate_topk_blocks * config.candidate_block_size * 4 < 8000
+    assert config.candidate_topk_blocks * config.candidate_block_size * 4 < 32_000
 
 
 @pytest.mark.parametrize("thinks", [False, True])

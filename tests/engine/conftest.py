@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_engine.cli import folders
 from mlx_engine.tiny import tiny_checkpoint, tiny_config, write_tiny_checkpoint
 
 
@@ -27,6 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_model_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands take the tiny model."""
+    """Commands take the tiny random model, as where no demo model was installed."""
+    monkeypatch.setattr(folders, "demo_directory", lambda: None)
     monkeypatch.delenv("DS41_MODEL", raising=False)
     monkeypatch.setenv("DS41_CACHE_DIR", str(cache))

@@ -55,7 +55,8 @@ def test_reasoning_goes_to_stderr() -> None:
 
 def test_ctrl_c_while_answering() -> None:
     command = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.start import main; main()"]
-    command += ["run", "Hi", "--effort", "off", "--temperature", "0", "--max-tokens", "3000"]
+    command += ["run", "Hi", "--tiny-random", "--effort", "off"]
+    command += ["--temperature", "0", "--max-tokens", "3000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None
         begin = program.stdout.read(1)

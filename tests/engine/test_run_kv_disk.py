@@ -47,7 +47,8 @@ def test_a_second_run_reads_only_what_is_new(tmp_path: Path) -> None:
 
 def test_what_was_computed_before_a_request_to_end_is_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.start import main; main()"]
-    command += ["run", LONG, "--effort", "off", "--temperature", "0", "--max-tokens", "3000"]
+    command += ["run", LONG, "--tiny-random", "--effort", "off"]
+    command += ["--temperature", "0", "--max-tokens", "3000"]
     command += ["--kv-disk-dir", str(tmp_path / "kv")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None

@@ -115,7 +115,9 @@ class Program:
 
 @contextmanager
 def running(
-    *args: str, serve: Sequence[str] = (*COMMAND, "serve"), cwd: Path | None = None
+    *args: str,
+    serve: Sequence[str] = (*COMMAND, "serve", "--tiny-random"),
+    cwd: Path | None = None,
 ) -> Generator[Program]:
     """A server on a free port; `serve` is the command that starts it, seen from `cwd`."""
     command = [*serve, "--port", "0", *args]
@@ -220,7 +222,7 @@ def test_a_second_signal_waits_for_nothing(
 ) -> None:
     first, second = signals
     command = (*prefix, *PYTHON, ENDLESS)
-    with running("--kv-disk-dir", "none", serve=(*command, "serve")) as program:
+    with running("--kv-disk-dir", "none", serve=(*command, "serve", "--tiny-random")) as program:
         assert program.process.stdout is not None and program.process.stderr is not None
         url = urlsplit(program.address)
         with closing(http.client.HTTPConnection(url.netloc, timeout=PATIENT_S)) as connection:

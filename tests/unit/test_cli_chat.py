@@ -112,6 +112,7 @@ def test_what_is_wrong_is_one_sentence(
     [
         ["--ctx", "9"],
         ["--model", "x"],
+        ["--tiny-random"],
         ["--dtype", "float32"],
         ["--kv-disk-space", "1GB"],
         ["--devices", "2"],
@@ -247,7 +248,7 @@ def test_the_disk_cache_is_on_unless_it_is_turned_off(tmp_path: Path) -> None:
     variables = {**os.environ, "DS41_CACHE_DIR": str(cache)}
     variables.pop("DS41_MODEL", None)
     command = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.main import app; app()"]
-    command += ["chat", "--max-tokens", "4", "--temperature", "0", "--no-thinking"]
+    command += ["chat", "--tiny-random", "--max-tokens", "4", "--temperature", "0", "--no-thinking"]
     message = "word " * 60
     answers: list[str] = []
     for known in (False, True):

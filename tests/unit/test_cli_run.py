@@ -175,25 +175,43 @@ def test_json_is_one_object(model: FakeModel):
     assert "why" not in result.stderr
 
 
-def test_a_tiny_model_where_none_is_named(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_stand_in_where_no_model_is_named(
+    is_installed: bool, model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
+    """The demo model where it was installed, and a tiny random one otherwise or where asked for."""
     made: list[Path] = []
 
     def tiny_checkpoint(cache_dir: Path) -> Path:
         made.append(cache_dir)
         return cache_dir / "tiny"
 
+    demo = tmp_path / "demo" if is_installed else None
+    monkeypatch.setattr("mlx_engine.cli.folders.demo_directory", lambda: demo)
     monkeypatch.setattr("mlx_engine.tiny.tiny_checkpoint", tiny_checkpoint)
-    assert "mean nothing" not in ds41("run", "Hi").stderr
+    tiny = tmp_path / "cache" / "tiny"
+
+    def run(*args: str) -> tuple[Path, list[str]]:
+        """The folder that was opened, and what was said of a stand-in."""
+        model.loaded.clear()
+        model.opened.clear()
+        result = ds41("run", "Hi", *args)
+        assert result.stdout == "so\U0001f600\n"
+        ((directory, _),) = model.opened
+        said = [line for line in result.stderr.splitlines() if "DS41_MODEL" in line]
+        assert all(line.startswith("ds41: ") for line in said)
+        return directory, said
+
+    assert run() == (tmp_path / "model", [])
+    directory, (said,) = run("--tiny-random")
+    assert directory == tiny and "mean nothing" in said
     monkeypatch.delenv("DS41_MODEL")
-    model.loaded.clear()
-    result = ds41("run", "Hi")
-    assert result.stdout == "so\U0001f600\n"
-    (line,) = [line for line in result.stderr.splitlines() if "mean nothing" in line]
-    assert line.startswith("ds41: ")
-    assert made == [tmp_path / "cache"]
-    assert model.opened == [(tmp_path / "model", None), (tmp_path / "cache" / "tiny", None)]
+    made.clear()
+    directory, (said,) = run()
+    assert directory == (demo or tiny)
+    assert ("demo model" if is_installed else "mean nothing") in said
+    assert made == ([] if is_installed else [tmp_path / "cache"])
+    assert run("--tiny-random")[0] == tiny
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,181 @@
+"""The demo model's data: every answer follows from what stands before it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench.demo_model.cases import KINDS, case
+from bench.demo_model.chat import Chat, Encoder, format_texts, spans
+from bench.demo_model.exercises import exercise
+from bench.demo_model.prepare import build_tokenizer
+from bench.demo_model.tasks import chat_of
+from bench.demo_model.tools import tools_of
+from bench.demo_model.words import spelling_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer(format_texts())
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: Tokenizer) -> Encoder:
+    return Encoder(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("tokens", [600, 2000, 8000])
+def test_calls_are_those_of_a_tool_that_is_there_with_arguments_that_were_said(tokens: int):
+    calls = 0
+    for seed in range(60):
+        chat = chat_of(Random(seed), tokens)
+        definitions = {tool["name"]: tool["parameters"] for tool in chat.tools}
+        assert len(definitions) == len(chat.tools), "two tools of one name"
+        said = ""
+        for turn in chat.turns:
+            for call in turn.calls:
+                schema = definitions[call.name]
+                assert set(schema["required"]) <= set(call.arguments) <= set(schema["properties"])
+                for name, value in call.arguments.items():
+                    assert _is_of(value, schema["properties"][name])
+                    for part in cast("list[object]", value if type(value) is list else [value]):
+                        assert (part if isinstance(part, str) else json.dumps(part)) in said
+                calls += 1
+            # What was asked, and what a first tool gave back for a second.
+            said = turn.text if turn.role == "user" else said + "".join(turn.results)
+    assert calls > 20
+
+
+def _is_of(value: object, schema: dict[str, Any]) -> bool:
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
+    is_kind = isinstance(value, kinds[schema["type"]])
+    return is_kind and value in schema.get("enum", [value])
+
+
+def test_documents_are_about_as_long_as_asked_and_tools_up_to_24(encoder: Encoder):
+    texts = format_texts()
+    for tokens in (300, 2000, 8000):
+        sizes = [encoder.document(chat_of(Random(s), tokens), texts)[0].size for s in range(60)]
+        assert max(sizes) < 1.5 * tokens
+        assert max(sizes) > 0.7 * tokens
+    assert max(len(chat_of(Random(seed), 2000).tools) for seed in range(200)) > 14
+    assert max(len(chat_of(Random(seed), 8000).tools) for seed in range(200)) > 23
+
+
+def test_a_word_has_the_same_tokens_wherever_it_stands(encoder: Encoder):
+    rng = Random(0)
+    places = (
+        '{{"name": "{}"}}',
+        "the {} of it",
+        "get_{}_now",
+        "/tmp/{}/x",
+        "({})",
+        "a, {}.",
+        '="{}">',
+    )
+    for _ in range(300):
+        word = spelling_of(rng)
+        if not word.isalnum() or not word.isascii():
+            continue
+        ids = encoder.text(word)
+        for place in places:
+            found = encoder.text(place.format(word))
+            assert any(found[i : i + len(ids)] == ids for i in range(len(found))), (word, place)
+
+
+def test_the_tokenizer_gives_every_text_back(tokenizer: Tokenizer, encoder: Encoder):
+    for seed in range(20):
+        chat = chat_of(Random(seed), 800)
+        text = "".join(turn.text for turn in chat.turns) + "\t\r\n  ü猫😀 {}[]</x>"
+        assert tokenizer.decode(encoder.text(text), skip_special_tokens=False) == text
+
+
+def test_a_document_has_the_tokens_of_its_whole_text(encoder: Encoder):
+    """Cut into parts of unequal weight it is still what the engine reads."""
+    texts = format_texts()
+    for seed in range(100):
+        chat = chat_of(Random(seed), 1200)
+        whole = "".join(text for text, _ in spans(chat, texts))
+        assert encoder.document(chat, texts)[0].tolist() == encoder.marked(whole)
+
+
+def test_tools_of_one_list_are_asked_for_in_words_of_their_own():
+    for seed in range(50):
+        tools = tools_of(Random(seed), 24)
+        assert len({tool.task for tool in tools}) == len({tool.name for tool in tools}) == 24
+
+
+@pytest.mark.parametrize("kind", ["sort numbers", "sort words", "sum", "count"])
+def test_exercises_are_right(kind: str):
+    for seed in range(200):
+        chat = Chat()
+        exercise(Random(seed), chat, kind)
+        request, answer = chat.turns[0].text, chat.turns[1].text
+        given = re.findall(r"\d+", request)
+        match kind:
+            case "sum":
+                assert answer.endswith(f"= {sum(map(int, given))}")
+                assert chat.turns[1].reasoning.endswith(answer.rsplit(" ", 1)[1])
+            case "sort numbers":
+                assert answer == ", ".join(sorted(given, key=int))
+            case "sort words":
+                assert answer == ", ".join(sorted(request.split(": ")[1].split(", ")))
+            case _:
+                numbers = [int(part) for part in answer.split(", ")]
+                step = numbers[1] - numbers[0]
+                assert numbers == list(range(numbers[0], numbers[-1] + step, step))
+                assert not given or int(given[-1]) == numbers[-1]
+
+
+def test_questions_about_a_long_context_share_it():
+    for kind in ("recall of 7900", "call of 24", "call in 16000", "read in 16000"):
+        first, second = (case(kind, number) for number in (0, 1))
+        assert (first.system, first.tools) == (second.system, second.tools)
+        assert first.turns[-1] != second.turns[-1]
+        assert case(kind, 20).tools != first.tools or kind.startswith("recall")
+
+
+def test_cases_are_as_long_as_they_say(encoder: Encoder):
+    texts = format_texts()
+    for kind in KINDS:
+        wanted = re.search(r"(?:recall of|in) (\d+)", kind)
+        size = encoder.document(case(kind, 0), texts)[0].size
+        if wanted:
+            assert 0.85 < size / int(wanted[1]) < 1.2
+        else:
+            assert size < 2600
+
+
+def test_the_same_seed_gives_the_same_in_another_process():
+    """Also where strings hash otherwise."""
+    code = (
+        "from random import Random; from bench.demo_model.cases import KINDS, case\n"
+        "from bench.demo_model.tasks import chat_of\n"
+        "print([chat_of(Random(s), 1500) for s in range(40)], [case(k, 0) for k in KINDS])"
+    )
+    root = Path(__file__).parents[2]
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1] != b""
+
+
+def test_no_answer_gives_the_format_away():
+    """Nothing but the format writes its markers: they would be taken for calls."""
+    for seed in range(100):
+        chat = chat_of(Random(seed), 1500)
+        parts = [chat.system, json.dumps(chat.tools), *(t.text + t.reasoning for t in chat.turns)]
+        assert not any("｜" in part or "think>" in part for part in parts)

@@ -1,0 +1,76 @@
+"""What of training runs without a GPU; what needs PyTorch is skipped where it is absent."""
+
+import os
+import queue
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.demo_model.packing import SEEN_AGAIN, Feed, Packed
+
+
+def _packed(T: int) -> Packed:
+    ids = np.zeros((1, T), np.uint16)
+    return Packed(ids, ids, np.zeros((1, T), np.float32))
+
+
+def test_a_batch_is_seen_again_rather_than_waited_for():
+    feed = Feed(Path(), 64, 1, 0)
+    ready: queue.Queue[Any] = queue.Queue()
+    feed._queue = ready  # pyright: ignore[reportPrivateUsage]
+    for T in [16] * SEEN_AGAIN + [64]:
+        packed = _packed(T)
+        ready.put((packed.ids, packed.documents, packed.weights))
+        assert feed.take([T])[1]
+    packed, is_new = feed.take([16])
+    assert packed.ids.shape == (1, 16) and not is_new
+    # Of this length too few are known: a new one is waited for.
+    new = _packed(64)
+    ready.put((new.ids, new.documents, new.weights))
+    packed, is_new = feed.take([64])
+    assert packed.ids is new.ids and is_new
+
+
+def test_kernels_compute_what_pytorch_does():
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "bench.demo_model.kernel_agreement"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_without_selection_every_row_is_attended_to():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model.export import masters_of
+    from bench.demo_model.forward import Batch, TrainingForm
+    from tests.reference.random_tensors import TINY_CONFIG, random_tensors
+
+    text: dict[str, Any] = TINY_CONFIG["text_config"]
+    rows = int(text["engram_compressed_vocab_size"])
+    token_map = np.arange(int(text["vocab_size"]), dtype=np.int64) % rows
+    masters = masters_of(TINY_CONFIG, random_tensors(TINY_CONFIG, 0))
+    parameters = {key: torch.from_numpy(value) for key, value in masters.items()}
+    T = 8 * text["sliding_window"]
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, text["vocab_size"], (1, T)))
+    batch = Batch(ids, torch.zeros_like(ids))
+
+    def logits(selects: bool, **changed: int) -> Any:
+        config = TINY_CONFIG | {"text_config": text | changed}
+        form = TrainingForm(config, token_map, "cpu", torch.float32, False)
+        with torch.no_grad():
+            out: Any = form(parameters, batch, selects=selects)
+        return out.logits
+
+    everything = logits(True, index_topk=T, candidate_topk_blocks=T)
+    assert torch.equal(logits(False), everything)
+    assert not torch.equal(logits(True), everything)
