@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -54,9 +55,10 @@ def follow(engine: Engine, script: Script) -> list[Course]:
         said = with_special_tokens(script(plain(token_ids)), released_tokenizer())
         tokens = iter([*said, special.eos])
 
-        def sampler(logits: mx.array) -> mx.array:
+        def choose(logits: mx.array) -> mx.array:
             return mx.array(next(tokens))
 
+        sampler = SimpleNamespace(next=lambda: choose)
         with patch("mlx_engine.engine.Sampler", return_value=sampler):
             steps = generate(token_ids, **options)
         course = Course(token_ids)
