@@ -135,9 +135,17 @@ def surroundings() -> dict[str, Any]:
         "device": str(mx.default_device()),
         "versions": {
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in packages},
+            **{name: _version(name) for name in packages},
         },
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed, as the peer need not be."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str:

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +20,7 @@ import typer
 import mlx_engine
 from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
 from mlx_engine.cli.folders import model_directory
-from mlx_engine.cli.options import DtypeOption, ModelOption
+from mlx_engine.cli.options import DtypeOption, ModelOption, TinyRandomOption
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest
 from mlx_engine.folders import cache_directory
@@ -55,6 +55,7 @@ class Measured:
 
 def model_command(
     model: ModelOption = None,
+    tiny_random: TinyRandomOption = False,
     contexts: Annotated[
         str, typer.Option(metavar="N,N,..", help="Tokens of each prompt.")
     ] = "512,2048,8192,32768",
@@ -81,8 +82,15 @@ def model_command(
     lengths = _lengths(contexts)
     n_answered = _WARM_TOKENS + tokens
     spread = Spread.of(devices, hosts, stall_timeout)
-    directory, _ = model_directory(model)
-    opened = open_model(directory, context_tokens=max(lengths) + n_answered)
+    directory, _ = model_directory(model, tiny_random=tiny_random)
+    opened = open_model(directory)
+    room = opened.context_tokens - n_answered
+    if max(lengths) > room:
+        raise BadRequest(
+            f"--contexts has {max(lengths)}, but beside {n_answered} tokens of answer the model's "
+            f"context has room for {room}"
+        )
+    opened = replace(opened, context_tokens=max(lengths) + n_answered)
     terminal = Terminal(is_streaming=False)
     with spread.lead(opened, dtype, prefill) as lead:
         with terminal.loading() as on_progress:

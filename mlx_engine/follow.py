@@ -187,7 +187,7 @@ def follow(line: Line) -> None:
     from mlx_engine.ops import launch
 
     plan, environment = start.plan, start.environment
-    opened = open_model(plan.directory, context_tokens=plan.context_tokens)
+    opened = open_model(plan.directory.expanduser(), context_tokens=plan.context_tokens)
     line.say("identity", **identity(opened.checkpoint, plan.dtype, plan.cache_dir))
     devices = follower = None
     with ExitStack() as listening:

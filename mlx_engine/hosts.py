@@ -134,16 +134,16 @@ def read_hosts(path: Path, local_backend: Backend) -> Hosts:
     rank's, the next ones follow, and a host may have "python" and "model". Raises BadRequest.
     """
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(path.read_text(encoding="utf-8-sig"))
         about = cast("dict[str, Any]", data if isinstance(data, dict) else {"hosts": data})
         hosts = tuple(_host(each) for each in about["hosts"])
-        envs = dict(cast(str, each).split("=", 1) for each in about.get("envs", ()))
+        envs = dict(_variable(each) for each in about.get("envs", ()))
         port: Any = about.get("port", PORT)
-        if not isinstance(port, int) or not 1 <= port <= 2**16 - len(hosts):
+        if type(port) is not int or not 1 <= port <= 2**16 - len(hosts):
             raise ValueError(f"the port is {port!r}")
     except OSError as error:
         raise BadRequest(f"the host file {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadRequest(
             f"the host file {path} is none ({type(error).__name__}: {error}): give a JSON list of "
             'objects like {"ssh": "mac2.local", "ips": ["10.0.0.2"]}'
@@ -166,9 +166,25 @@ def read_hosts(path: Path, local_backend: Backend) -> Hosts:
 
 
 def _host(about: Mapping[str, Any]) -> Host:
-    ips: object = about.get("ips") or [about["ssh"]]
+    ssh = _text("ssh", about["ssh"])
+    ips: object = about.get("ips") or [ssh]
     if not isinstance(ips, list):
         raise TypeError(f'"ips" is {ips!r}, which is no list')
-    ip = str(cast("list[Any]", ips)[0])
-    rdma = tuple(about.get("rdma") or ())
-    return Host(str(about["ssh"]), ip, rdma, about.get("python"), about.get("model"))
+    ip = _text("ips", cast("list[Any]", ips)[0])
+    python, model = (
+        None if about.get(key) is None else _text(key, about[key]) for key in ("python", "model")
+    )
+    return Host(ssh, ip, tuple(about.get("rdma") or ()), python, model)
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f'"{what}" is {value!r}')
+    return value
+
+
+def _variable(given: object) -> tuple[str, str]:
+    name, is_set, value = _text("envs", given).partition("=")
+    if not name.isidentifier() or not is_set:
+        raise ValueError(f"a variable is {given!r}, and not NAME=value")
+    return name, value

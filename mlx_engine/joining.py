@@ -56,7 +56,7 @@ def join(environment: Environment, backend: Backend, failure: str | None = None)
     """Join the other ranks by MLX.
 
     Where they do not come the process ends with exit code 1, and with `failure` as its last words
-    if there are any.
+    if there are any. Raises BadRequest where MLX was built without the back-end.
     """
     os.environ.update(environment.variables)
     with tempfile.TemporaryDirectory(prefix="ds41-") as folder:
@@ -65,7 +65,10 @@ def join(environment: Environment, backend: Backend, failure: str | None = None)
             path.write_text(content, encoding="utf-8")
             os.environ[name] = str(path)
         with _limited(_JOIN_S[backend], failure):
-            return Devices.join(backend)
+            try:
+                return Devices.join(backend)
+            except RuntimeError as error:
+                raise BadRequest(f"MLX cannot join devices by {backend} here: {error}") from None
 
 
 @contextmanager

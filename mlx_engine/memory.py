@@ -158,8 +158,13 @@ def least_session_bytes(config: ModelConfig, context_tokens: int) -> int:
 
 
 def default_session_bytes(config: ModelConfig, context_tokens: int) -> int:
-    """What sessions may take by default: the least, and CHECKPOINTS more."""
-    return least_session_bytes(config, context_tokens) + CHECKPOINTS * checkpoint_bytes(config)
+    """What sessions may take by default: as many full contexts as answers, and CHECKPOINTS more.
+
+    A request that sets no limit to its answer may fill the context, and is no reason to wait.
+    """
+    others = (ANSWERS - 1) * answer_bytes(config, context_tokens)
+    least = least_session_bytes(config, context_tokens)
+    return least + others + CHECKPOINTS * checkpoint_bytes(config)
 
 
 def activation_bytes(

@@ -226,11 +226,13 @@ class Ranks:
             with suppress(OSError):
                 rank.process.stdin.close()
         deadline_s = time.monotonic() + _END_S
-        for rank in self._ranks:
-            with suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(deadline_s - time.monotonic(), 0))
-        left = [rank for rank in self._ranks if rank.process.poll() is None]
-        self._kill()
+        try:
+            for rank in self._ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(deadline_s - time.monotonic(), 0))
+            left = [rank for rank in self._ranks if rank.process.poll() is None]
+        finally:
+            self._kill()
         if left and self.has_started:
             self._end(f"{left[0]} did not end within {_END_S:g} s when the run did; it was killed")
 

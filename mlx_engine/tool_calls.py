@@ -243,6 +243,7 @@ class CallParser:
         elif is_opening and isinstance(item, str) and item.isspace():
             self._held.append(item)
         elif is_opening:
+            log.warning("the model began calls, but of no tool that it was given: they are text")
             yield from self._give_back()
             yield from self.push(item)
         elif isinstance(item, str):

@@ -144,6 +144,12 @@ def test_a_host_where_nothing_is_installed(env: dict[str, str], tmp_path: Path) 
     assert f"{tmp_path / 'python'} cannot be started for rank 1" in line
 
 
+def test_a_back_end_that_is_not_there(env: dict[str, str], tmp_path: Path) -> None:
+    path = Path(host_file(tmp_path, [LOCAL, LOCAL], free_ports()))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "backend": "nccl"}))
+    assert "MLX cannot join devices by nccl here" in refused(env, "--hosts", str(path))
+
+
 def test_different_checkpoints(env: dict[str, str], tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=1)
     file = host_file(tmp_path, [LOCAL, {**LOCAL, "model": str(other)}], free_ports())
@@ -158,13 +164,20 @@ def test_a_count_that_does_not_divide(env: dict[str, str]) -> None:
     assert "3 devices cannot share this model" in line and "use 1, 2, 4" in line
 
 
+NO_HOST_FILES = (
+    '[{"ips": []}]',
+    '["127.0.0.1", "mac2.local"]',
+    '[{"ssh": "127.0.0.1", "ips": "10.0.0.1"}]',
+    '{"hosts": [], "port": 70000}',
+)
+
+
 def test_a_host_file_that_is_none(env: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     assert "cannot be read" in refused(env, "--hosts", str(path))
-    ips, port = '{"ssh": "127.0.0.1", "ips": "10.0.0.1"}', '{"hosts": [], "port": 70000}'
-    for text in ('[{"ips": []}]', '["127.0.0.1", "mac2.local"]', f"[{ips}]", port):
+    for text in NO_HOST_FILES:
         path.write_text(text)
-        assert "is none" in refused(env, "--hosts", str(path))
+        assert "is none" in refused(env, "--hosts", str(path)), text
     file = host_file(tmp_path, [{"ssh": "mac2.local", "ips": ["10.0.0.2"]}], free_ports())
     assert "must begin with this machine" in refused(env, "--hosts", file)
     assert "one or the other" in refused(env, "--hosts", file, "--devices", "2")

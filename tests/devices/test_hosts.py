@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_engine.errors import BadRequest
-from mlx_engine.hosts import Host, Hosts
+from mlx_engine.hosts import Host, Hosts, read_hosts
 from mlx_engine.ranks import Rank
 
 HERE, NAMED, THERE = Host("127.0.0.1", "10.0.0.1"), Host("localhost", "10.0.0.1"), Host("b", "c")
@@ -50,3 +52,39 @@ def test_a_greeting_of_a_login_is_passed_over(line: bytes, rank: Rank) -> None:
     assert (rank.done, rank.answers) == (0, {})
     rank.hear(json.dumps({"kind": "listen", "done": 2, "progress": 0}).encode())
     assert rank.done == 2 and "listen" in rank.answers
+
+
+TEXTS: list[Any] = [5, "", "a\0", []]
+IPS: list[Any] = ["10.0.0.1", [None], [5], [""]]
+PORTS: list[Any] = [True, 0, 65535, "1", 1.5]
+VARIABLES: list[Any] = [["=x"], ["A"], ["A=\0"], [5], 5]
+OF_HOST: list[dict[str, Any]] = [
+    {"ssh": None},
+    {"ssh": "\ud800"},
+    *({"ips": ips} for ips in IPS),
+    *({key: text} for key in ("ssh", "python", "model") for text in TEXTS),
+]
+OF_FILE: list[dict[str, Any]] = [
+    *({"port": port} for port in PORTS),
+    *({"envs": variables} for variables in VARIABLES),
+]
+
+
+@pytest.mark.parametrize(
+    ("of_host", "of_file"), [*((each, {}) for each in OF_HOST), *(({}, each) for each in OF_FILE)]
+)
+def test_a_host_file_of_other_kinds(
+    of_host: dict[str, Any], of_file: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "hosts.json"
+    hosts = [{"ssh": "127.0.0.1"}, {"ssh": "b"} | of_host]
+    path.write_text(json.dumps({"hosts": hosts} | of_file))
+    with pytest.raises(BadRequest, match="is none"):
+        read_hosts(path, "ring")
+
+
+def test_a_host_file_that_nests_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(BadRequest, match="is none"):
+        read_hosts(path, "ring")

@@ -108,13 +108,20 @@ def test_the_limit_is_what_is_needed_to_the_byte() -> None:
     assert refusal(MachineMemory("CUDA", 2 * needed, needed - 1))
 
 
+@pytest.mark.parametrize("context_tokens", [4096, 65_536, 1_048_576])
+def test_answers_without_a_limit_are_given_at_once(context_tokens: int) -> None:
+    free_bytes = memory.default_session_bytes(RELEASED, context_tokens)
+    free_bytes -= memory.short_session_bytes(RELEASED, context_tokens)
+    assert memory.ANSWERS * memory.answer_bytes(RELEASED, context_tokens) <= free_bytes
+
+
 def test_a_refusal_has_the_numbers() -> None:
     message = refusal(MachineMemory("Metal", 128 * GB, 96 * GB))
     kept = memory.format_bytes(memory.kept_bytes(RELEASED))
     for part in (
         "298.6 GB of weights",
         f"{kept} kept beside them",
-        "1.41 GB for sessions of 1,048,576 tokens",
+        "4.52 GB for sessions of 1,048,576 tokens",
         "96.0 GB of 128.0 GB",
     ):
         assert part in message

@@ -123,6 +123,17 @@ def block(*calls: str) -> str:
 F = block(call("f", text_parameter("a", "x")))
 
 
+def test_calls_of_no_tool_that_was_given_are_told_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = f'<{M} calls><{M} invoke name="another"></{M} invoke></{M} calls>'
+    assert parse(said).text == said
+    assert "of no tool that it was given" in caplog.text and "another" not in caplog.text
+    caplog.clear()
+    assert parse(said.replace("another", "f")).calls == [("f", "{}")]
+    assert not caplog.text
+
+
 def test_a_call_and_the_text_before_it():
     assert parse("Well. " + F) == Parsed("Well. ", [("f", '{"a": "x"}')], True, True)
 
