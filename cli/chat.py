@@ -105,7 +105,8 @@ def chat_command(
     /new begins a new conversation, Ctrl-D or /exit ends.
 
     Where standard input is no terminal, each of its lines is answered in turn:
-    answers go to standard output, all else to standard error.
+    answers go to standard output, all else to standard error. The first line
+    that cannot be answered ends it, with exit code 2.
 
     The model is loaded here, or with --url that of a running ds41 serve
     answers. Nothing is kept of a conversation but what the disk cache holds.

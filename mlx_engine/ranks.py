@@ -30,6 +30,7 @@ STALL_S = 120.0
 SILENT_S = 3.0
 # What follows from a death may be seen before the death is.
 _SETTLE_S = 0.5
+_START_S = 30.0
 _POLL_S = 0.1
 _END_S = 5.0
 
@@ -307,13 +308,15 @@ class Ranks:
         behind = [each for each in self._ranks if each.done < self._sent]
         moved_s = max([self._own_moved_s, *(each.moved_s for each in self._ranks)])
         is_under_way = behind or self._own_done < self._sent
-        if not is_under_way or now_s - moved_s <= self._stall_s:
+        # Before a step was done a program has to be read and a device to be found.
+        limit_s = self._stall_s if self.has_started else max(self._stall_s, _START_S)
+        if not is_under_way or now_s - moved_s <= limit_s:
             return None
         silent = [each for each in behind if now_s - each.heard_s > SILENT_S]
         slowest = min(silent or behind, key=lambda each: each.done, default=None)
         who = "rank 0 on this machine" if slowest is None else str(slowest)
         return DeviceError(
-            f"{who} has made no progress for {self._stall_s:g} s (--stall-timeout) while others "
+            f"{who} has made no progress for {limit_s:g} s (--stall-timeout) while others "
             "wait; the run ends"
         )
 
