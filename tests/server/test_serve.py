@@ -122,7 +122,12 @@ def running(
     """A server on a free port; `serve` is the command that starts it, seen from `cwd`."""
     command = [*serve, "--port", "0", *args]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=cwd,
+        # Who runs the tests may have had it ignored.
+        preexec_fn=lambda: signal.signal(HUP, signal.SIG_DFL),
     ) as process:
         try:
             assert process.stdout is not None
