@@ -13,14 +13,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import mlx_engine
 from mlx_engine.cli.devices import DevicesOption, HostsOption, Spread, StallOption
 from mlx_engine.cli.folders import model_directory
-from mlx_engine.cli.options import DtypeOption, ModelOption, TinyRandomOption
+from mlx_engine.cli.options import DtypeOption, ModelOption, PrefillOption, TinyRandomOption
 from mlx_engine.cli.terminal import Terminal
 from mlx_engine.errors import BadRequest
 from mlx_engine.folders import cache_directory
@@ -61,10 +61,7 @@ def model_command(
     ] = "512,2048,8192,32768",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens answered that count.")] = 64,
     dtype: DtypeOption = "bfloat16",
-    prefill: Annotated[
-        Literal["short", "full"],
-        typer.Option(help="full runs all layers on all of the prompt, for comparison."),
-    ] = "short",
+    prefill: PrefillOption = "short",
     devices: DevicesOption = 1,
     hosts: HostsOption = None,
     stall_timeout: StallOption = STALL_S,

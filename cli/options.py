@@ -41,6 +41,10 @@ ContextOption = Annotated[
 DtypeOption = Annotated[
     Literal["bfloat16", "float32"], typer.Option(help="Numbers between the layers.")
 ]
+PrefillOption = Annotated[
+    Literal["short", "full"],
+    typer.Option(help="full runs all layers on all of the prompt, for comparison."),
+]
 DiskDirOption = Annotated[
     str | None,
     typer.Option(

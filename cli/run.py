@@ -8,7 +8,7 @@ import json
 import sys
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,7 @@ from mlx_engine.cli.options import (
     MaxTokensOption,
     MinPOption,
     ModelOption,
+    PrefillOption,
     SeedOption,
     SystemOption,
     TemperatureOption,
@@ -66,10 +67,7 @@ def run_command(
         bool, typer.Option("--json", help="Print one JSON object instead of the text as it comes.")
     ] = False,
     dtype: DtypeOption = "bfloat16",
-    prefill: Annotated[
-        Literal["short", "full"],
-        typer.Option(help="full runs all layers on all of the prompt, for comparison."),
-    ] = "short",
+    prefill: PrefillOption = "short",
     kv_disk_dir: Annotated[
         str,
         typer.Option(
