@@ -36,6 +36,9 @@ def ps_command(
         done, total = status["load"]["done_bytes"] / 1e9, status["load"]["total_bytes"] / 1e9
         state += f" ({done:,.1f} of {total:,.1f} GB)"
     typer.echo(f"{status['model_name']}: {state}, context {status['context_tokens']:,} tokens")
+    disk: dict[str, Any] | None = status.get("disk_cache")
+    if disk and disk.get("notice"):
+        typer.echo(disk["notice"])
     if status["jobs"]:
         for line in _jobs(status["jobs"]):
             typer.echo(line)

@@ -20,6 +20,7 @@ from mlx_engine.diskcache import layout, names
 from mlx_engine.diskcache.commit import Committer
 from mlx_engine.diskcache.files import Files
 from mlx_engine.diskcache.layout import Part, Parts, TokenIds
+from mlx_engine.diskcache.notice import Notice
 from mlx_engine.diskcache.policy import PolicyClock
 from mlx_engine.diskcache.reader import Reader, Restored, Unreadable
 from mlx_engine.diskcache.records import Records
@@ -85,6 +86,7 @@ class DiskCache:
         least_bytes: int,
     ) -> None:
         self._store = store
+        self._notice = Notice(store, least_bytes)
         self._least_bytes = START_BYTES + least_bytes
         self._parts = parts
         self._clock = clock
@@ -96,7 +98,7 @@ class DiskCache:
         self._pins_lock = threading.Lock()
         self._recent = RecentKeys()  # used under the shelf's lock
         self._committer = Committer(
-            self._shelf, parts, root, self._reader, clock, self._pins_in_use
+            self._shelf, parts, root, self._reader, clock, self._pins_in_use, self._too_large
         )
         self._shelf.load()
         self._records = Records(self._shelf, root, self._committer)
@@ -215,6 +217,8 @@ class DiskCache:
         ranges = list(layout.pieces(path.position, position))
         rows_bytes = sum(part.n_bytes(path.position, position) for part in self._parts)
         room_bytes = self._store.space_bytes - self._store.foreign_bytes
+        if rows_bytes > room_bytes:
+            self._too_large(ids, 0, self._store.foreign_bytes)
         if rows_bytes > min(room_bytes, self._writer.room_bytes):
             self._dropped += 1
             return None
@@ -281,7 +285,7 @@ class DiskCache:
             evicted_bytes=written.evicted_bytes,
             damaged=written.damaged + len(self._shelf.faults),
             faults=self._writer.faults,
-            notice=self._notice(),
+            notice=self._notice.sentence(),
         )
 
     def flush(self, timeout_s: float) -> bool:
@@ -367,33 +371,13 @@ class DiskCache:
         with self._pins_lock:
             return [pin for pin in self._pins if pin.is_held]
 
-    def _notice(self) -> str | None:
-        store = self._store
-        if store.is_gone:
-            return (
-                f"The cache's folder {store.directory} has been removed, so nothing is written: "
-                "start again to have it made anew."
-            )
-        if store.space_bytes < self._least_bytes:
-            return (
-                f"The limit of {store.space_bytes} bytes for {store.directory} is too small for a "
-                f"cache, so nothing is written: allow at least {self._least_bytes} with "
-                "--kv-disk-space."
-            )
-        if store.space_bytes - store.foreign_bytes < self._least_bytes:
-            return (
-                f"Files that are not the cache's fill {store.directory} up to its limit of "
-                f"{store.space_bytes} bytes, so nothing is written: name an empty folder, "
-                "or allow more with --kv-disk-space."
-            )
-        try:
-            free_bytes = store.files.space(store.directory).free_bytes
-        except OSError as error:
-            return f"The cache's folder {store.directory} cannot be used: {error.strerror}."
-        least_bytes = START_BYTES if store.is_unmarked else 0
-        if free_bytes < store.free_floor_bytes + least_bytes:
-            return (
-                f"The disk of {store.directory} has {free_bytes} bytes free and the cache leaves "
-                f"{store.free_floor_bytes} to others, so nothing is written: free some space."
-            )
-        return None
+    def _too_large(self, ids: TokenIds, position: int, limit_bytes: int) -> None:
+        """Tell the limit that the prompt needs which begins with `ids`; this is up to `position`.
+
+        What all its anchors add to the rows is not counted: the smallest one stands for it.
+        """
+        begun = [len(p.ids) for p in self._pins_in_use() if np.array_equal(p.ids[: len(ids)], ids)]
+        tokens = max(begun, default=len(ids))
+        for first, last in layout.pieces(position, tokens):
+            limit_bytes += layout.segment_file_bytes(self._parts, first, last)
+        self._notice.too_large(tokens, limit_bytes + self._least_bytes)

@@ -14,7 +14,7 @@ from mlx_engine.diskcache import names
 from mlx_engine.diskcache.compose import Composer, Draft, RowsGone
 from mlx_engine.diskcache.files import Buffer
 from mlx_engine.diskcache.index import Anchor
-from mlx_engine.diskcache.layout import Parts
+from mlx_engine.diskcache.layout import Parts, TokenIds
 from mlx_engine.diskcache.names import Object
 from mlx_engine.diskcache.policy import Plan, PolicyClock, weight_at, worth
 from mlx_engine.diskcache.reader import Reader
@@ -47,6 +47,7 @@ class Committer:
         reader: Reader,
         clock: PolicyClock,
         pins: Callable[[], list[Pin]],
+        on_too_large: Callable[[TokenIds, int, int], None],
     ) -> None:
         self.written = Written()
         self._composer = Composer(shelf, parts, root, reader, clock)
@@ -54,6 +55,7 @@ class Committer:
         self._store: Store = shelf.store
         self._clock = clock
         self._pins = pins
+        self._on_too_large = on_too_large
         self._others: dict[str, Shelf] = {}
         self._is_announced = False
         # Whether files that nobody was sure of may stand on an anchor that was written.
@@ -92,6 +94,9 @@ class Committer:
             weight = weight_at(1.0, draft.file.created_s, self._clock.now())
             if not self.make_room(draft.n_bytes, draft, weight):
                 self.written.refused += 1
+                limit_bytes = self._limit_bytes(draft, weight)
+                if limit_bytes > self._store.space_bytes:
+                    self._on_too_large(save.ids, save.position, limit_bytes)
                 return
             self._write(draft, check_time)
             self._take_up(draft, weight)
@@ -190,22 +195,39 @@ class Committer:
         return not self._store.missing_bytes(n_bytes)
 
     def _plan(self, missing: int, n_bytes: int, draft: Draft | None, weight: float) -> Plan | None:
-        index = self._shelf.index
+        at_most = math.inf
+        if draft is not None:
+            seconds = draft.file.token_s * (draft.file.position - draft.below)
+            at_most = worth(weight, seconds, n_bytes)
         with self._shelf.lock:
-            kept: set[Anchor] = set()
-            cores: set[Anchor] = set()
-            for pin in self._pins():
-                found = index.find(pin.ids, pin.last, pin.keys)
-                kept.update(found, index.way(pin.ids, pin.last, pin.keys).carriers)
-                cores.update(found[-1:])
-            at_most = math.inf
-            if draft is not None:
-                kept.update(draft.carriers)
-                seconds = draft.file.token_s * (draft.file.position - draft.below)
-                at_most = worth(weight, seconds, n_bytes)
+            kept, cores = self._in_use(draft)
             return self._shelf.ranking.plan(
                 missing, kept=kept, cores=cores, at_most=at_most, weight=weight
             )
+
+    def _limit_bytes(self, draft: Draft, weight: float) -> int:
+        """A limit under which there is room for an anchor; the smallest, if it is above ours."""
+        own = self._shelf.sizes
+        useless = [name for name in own if names.is_damaged(name) or name in self._shelf.unsure]
+        others = [files for name, files in self._store.sizes.items() if name and files is not own]
+        needed = self._store.total_bytes + draft.n_bytes - sum(own[name] for name in useless)
+        needed -= sum(sum(files.values()) for files in others)
+        with self._shelf.lock:
+            kept, cores = self._in_use(draft)
+            return needed - self._shelf.ranking.evictable_bytes(
+                needed - self._store.space_bytes, kept=kept, cores=cores, weight=weight
+            )
+
+    def _in_use(self, draft: Draft | None) -> tuple[set[Anchor], set[Anchor]]:
+        """Anchors that are kept for prompts in use and for a draft; and those with their tails."""
+        index = self._shelf.index
+        kept: set[Anchor] = set(draft.carriers) if draft else set()
+        cores: set[Anchor] = set()
+        for pin in self._pins():
+            found = index.find(pin.ids, pin.last, pin.keys)
+            kept.update(found, index.way(pin.ids, pin.last, pin.keys).carriers)
+            cores.update(found[-1:])
+        return kept, cores
 
     def _other(self, folder: str) -> Shelf:
         """A shelf of another root key, read when room is needed for the first time."""

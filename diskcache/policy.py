@@ -106,6 +106,28 @@ class Ranking:
         on, the newest anchor takes the place of the middle ones, whose tails are cheap to keep by
         the second but seldom asked for.
         """
+        plan = self._plan(need_bytes, kept, cores, at_most, weight)
+        return plan if plan.n_bytes >= need_bytes else None
+
+    def evictable_bytes(
+        self,
+        need_bytes: int,
+        *,
+        kept: AbstractSet[Anchor],
+        cores: AbstractSet[Anchor],
+        weight: float,
+    ) -> int:
+        """What a plan could free that nothing is worth too much for, as far as it is needed."""
+        return self._plan(need_bytes, kept, cores, math.inf, weight).n_bytes
+
+    def _plan(
+        self,
+        need_bytes: int,
+        kept: AbstractSet[Anchor],
+        cores: AbstractSet[Anchor],
+        at_most: float,
+        weight: float,
+    ) -> Plan:
         plan = Plan()
         gone: set[Anchor] = set()
         aside: list[tuple[float, int, Anchor]] = []
@@ -130,7 +152,7 @@ class Ranking:
             self._thin(plan, need_bytes, gone, cores, weight)
         for entry in aside:
             heapq.heappush(self._heap, entry)
-        return plan if plan.n_bytes >= need_bytes else None
+        return plan
 
     def _thin(
         self,

@@ -21,7 +21,7 @@ from tests.diskcache.content import (
     tokens,
 )
 from tests.diskcache.recording import HastyFiles
-from tests.diskcache.support import SmallDisk, saved
+from tests.diskcache.support import SmallDisk, saved, warnings
 
 
 def test_a_disk_near_its_end_takes_nothing(tmp_path: Path) -> None:
@@ -257,3 +257,51 @@ def test_uses_count_over_a_restart(tmp_path: Path) -> None:
         saved(cache, ids[2], 3000)
         assert restored(cache, ids[0]) == 3000
         assert cache.lookup(ids[1]) == 0
+
+
+def test_a_prompt_that_does_not_fit_is_told_once_with_the_limit_that_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = tokens(1, 9000)
+
+    def keep(folder: str, space_bytes: int, *positions: int) -> str:
+        """Save anchors of one prompt that is in use, among stored ones that are not."""
+        with opened(tmp_path / folder, space_bytes=space_bytes, least_bytes=2000) as cache:
+            saved(cache, tokens(2, 3000), 3000)
+            with cache.protect(ids):
+                saved(cache, ids, *positions)
+            assert (cache.lookup(ids) == 9000) == (space_bytes > 100_000)
+            return str(cache.stats().notice)
+
+    said = keep("small", 100_000, 1000, 5000, 7000, 9000)
+    (first,) = warnings(caplog)
+    limit_bytes = int(first.split("allow at least ")[1].split()[0])
+    assert "a prompt of 9000 tokens" in first and "limit of 100000 bytes" in first
+    assert str(tmp_path / "small") in first and said >= first
+    caplog.clear()
+    assert keep("enough", limit_bytes, 1000, 5000, 7000, 9000) == "None"
+    assert warnings(caplog) == []
+
+
+def test_rows_beyond_the_limit_are_told_before_they_are_handed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = tokens(1, 9000)
+    with opened(tmp_path / "kv", space_bytes=100_000) as cache:
+        assert cache.begin(ids, 9000) is None
+        assert "a prompt of 9000 tokens" in str(cache.stats().notice)
+    assert len(warnings(caplog)) == 1
+
+
+def test_what_is_worth_too_little_is_refused_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path / "kv", space_bytes=150_000, clock=lambda: 1e9) as cache:
+        saved(cache, tokens(1, 4000), 4000)
+        started = begin(cache, tokens(2, 4000), 4000)
+        assert started is not None
+        started.finish(tail(tokens(2, 4000), 4000), 0.001)
+        assert cache.flush(FLUSH_S)
+        assert cache.stats().refused == 1
+        assert cache.stats().notice is None
+    assert warnings(caplog) == []

@@ -15,7 +15,7 @@ from mlx_engine.cli.main import app
 
 LONG = "word " * 50
 COMMAND = ("run", "--json", "--effort", "off", "--max-tokens", "8", "--seed", "3")
-
+PROGRAM = (sys.executable, "-W", "error", "-c", "from mlx_engine.cli.start import main; main()")
 
 pytestmark = pytest.mark.usefixtures("no_model_is_named")
 
@@ -46,8 +46,7 @@ def test_a_second_run_reads_only_what_is_new(tmp_path: Path) -> None:
 
 
 def test_what_was_computed_before_a_request_to_end_is_kept(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", "from mlx_engine.cli.start import main; main()"]
-    command += ["run", LONG, "--tiny-random", "--effort", "off"]
+    command = [*PROGRAM, "run", LONG, "--tiny-random", "--effort", "off"]
     command += ["--temperature", "0", "--max-tokens", "3000"]
     command += ["--kv-disk-dir", str(tmp_path / "kv")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
@@ -112,6 +111,20 @@ def test_a_folder_full_of_other_files_is_said(tmp_path: Path) -> None:
     assert said.startswith("ds41: ") and str(folder) in said
     assert {path.name for path in folder.rglob("*")} <= {*before, "film.mov"}
     assert (folder / "film.mov").stat().st_size == 2_000_000
+
+
+def test_a_prompt_that_does_not_fit_is_said_with_a_limit_that_is_enough(tmp_path: Path) -> None:
+    """In a process of its own, whose log is the terminal's as the commands set it up."""
+
+    def said(space: str) -> list[str]:
+        command = (*PROGRAM, *COMMAND, LONG * 6, "--tiny-random", "--kv-disk-space", space)
+        command += ("--kv-disk-dir", str(tmp_path / space))
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [line for line in done.stderr.splitlines() if "--kv-disk-space" in line]
+
+    (too_small,) = said("200kB")
+    assert too_small.startswith("ds41: ") and "limit of 200000 bytes" in too_small
+    assert said(too_small.split("allow at least ")[1].split()[0]) == []
 
 
 def test_a_folder_of_somebodys_files_is_refused_as_it_is(tmp_path: Path) -> None:

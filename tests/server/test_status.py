@@ -71,6 +71,15 @@ def test_the_status_and_ps_tell_how_far_each_request_is() -> None:
     assert len(gone.stderr.splitlines()) == 1
 
 
+def test_ps_tells_what_is_wrong_with_the_disk_cache() -> None:
+    status: dict[str, Any] = {"state": "ready", "model": "m", "model_name": "M"}
+    status |= {"load": None, "context_tokens": 9, "jobs": []}
+    for disk, is_told in ((None, False), ({"notice": None}, False), ({"notice": "Full."}, True)):
+        with on_port(JSONResponse({**status, "disk_cache": disk})) as address:
+            shown = CliRunner().invoke(app, ["ps", "--url", address]).stdout.splitlines()
+        assert shown == [shown[0], *["Full."] * is_told, "nothing to do"]
+
+
 @pytest.mark.parametrize("said", [{}, [], {"state": "ready", "model": "m", "jobs": []}])
 def test_another_server_is_not_taken_for_ours(said: Any) -> None:
     with on_port(JSONResponse(said)) as address:
