@@ -105,14 +105,19 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer to a request that may not pass."""
+        path, id = scope["path"], scope["state"]["request_id"]
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Whoever passes requests on might have gone by the other (RFC 9112, 6.3).
+            told = "Content-Length and Transfer-Encoding exclude each other: send one of them"
+            return error_response(path, id, ApiError(400, told), {"connection": "close"})
         error = self._forbidden(headers)
         if error is None and scope["method"] == "OPTIONS" and headers.get("origin"):
             return _preflight(headers)
-        if error is None and scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
+        if error is None and path not in _OPEN_PATHS and not self._has_key(headers):
             error = ApiError(
                 401, "the API key is missing or wrong: send it as x-api-key, or as a bearer token"
             )
-        return error and error_response(scope["path"], scope["state"]["request_id"], error)
+        return error and error_response(path, id, error)
 
     def _forbidden(self, headers: Headers) -> ApiError | None:
         # A page of another site can reach this address: by a name of its own that it lets point

@@ -1,14 +1,16 @@
 """Who may use the server: keys, names, origins, sizes; and what the log keeps."""
 
 import logging
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from mlx_engine.errors import BadRequest
 from mlx_engine.server.security import Access, is_loopback, origins
 from tests.scripted_engine import ScriptedEngine
-from tests.server.support import messages_body, serving
+from tests.server.support import PATIENCE_S, messages_body, on_port, serving
 
 KEY = "a key of ours"
 
@@ -173,3 +175,26 @@ def test_the_log_holds_no_word_of_prompts_or_answers(caplog: pytest.LogCaptureFi
     assert len(ours) >= 5
     assert not [record for record in ours if secret in str(record.__dict__)]
     assert not [record for record in ours if answer in str(record.__dict__)]
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        "Content-Length: {n}\r\nTransfer-Encoding: chunked",
+        "transfer-encoding: CHUNKED\r\ncontent-length: {n}",
+        "Content-Length: 5\r\nContent-Length: {n}",
+        "Content-Length: 5, {n}",
+    ],
+)
+def test_a_request_that_may_end_at_two_places_is_refused_and_nothing_after_it_heard(
+    framing: str,
+) -> None:
+    body = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n{framing.format(n=len(body))}\r\n\r\n"
+    with serving(ScriptedEngine()) as server, on_port(server.app) as address:
+        url = urlsplit(address)
+        with socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S) as client:
+            client.sendall(head.encode() + body)
+            with client.makefile("rb") as reader:
+                said = reader.read()  # until the server closes it
+    assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1
