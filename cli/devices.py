@@ -42,7 +42,8 @@ StallOption = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=1,
-        help="End the run when one of several devices makes no progress for so long.",
+        help="End the run when one of several devices makes no progress for so long, or for 30 "
+        "seconds while they start if that is longer.",
     ),
 ]
 

@@ -308,16 +308,18 @@ class Ranks:
         behind = [each for each in self._ranks if each.done < self._sent]
         moved_s = max([self._own_moved_s, *(each.moved_s for each in self._ranks)])
         is_under_way = behind or self._own_done < self._sent
+        limit_s, whose = self._stall_s, "--stall-timeout"
         # Before a step was done a program has to be read and a device to be found.
-        limit_s = self._stall_s if self.has_started else max(self._stall_s, _START_S)
+        if not self.has_started and limit_s < _START_S:
+            limit_s, whose = _START_S, "which a start has at least"
         if not is_under_way or now_s - moved_s <= limit_s:
             return None
         silent = [each for each in behind if now_s - each.heard_s > SILENT_S]
         slowest = min(silent or behind, key=lambda each: each.done, default=None)
         who = "rank 0 on this machine" if slowest is None else str(slowest)
         return DeviceError(
-            f"{who} has made no progress for {limit_s:g} s (--stall-timeout) while others "
-            "wait; the run ends"
+            f"{who} has made no progress for {limit_s:g} s ({whose}) while others wait; "
+            "the run ends"
         )
 
     def _kill(self) -> None:

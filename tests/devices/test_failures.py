@@ -2,15 +2,20 @@
 
 import json
 import os
+import queue
 import random
 import re
 import signal
 import time
 import urllib.request
+from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from mlx_engine import ranks
+from mlx_engine.hosts import LOCAL, Host, Hosts
 from tests.devices.command import GREEDY, Run, are_gone, environment, eventually, write_model
 
 ENDLESS = ("run", "word " * 40, *GREEDY, "--max-tokens", "9000")
@@ -56,6 +61,23 @@ def test_a_rank_that_is_stopped(env: dict[str, str], tmp_path: Path) -> None:
     assert run.end(others, 2 * WITHIN_S) == 1
     said = "rank 1 on 127.0.0.1 has made no progress for 8 s (--stall-timeout)"
     assert said in run.output
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "told"), [(1, "1.5 s (which a start has at least)"), (2, "2 s (--stall-timeout)")]
+)
+def test_a_stall_is_told_with_the_time_that_it_was_waited_for(
+    stall_s: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_START_S", 1.5)
+    said: queue.Queue[str] = queue.Queue()
+    alone = Hosts((Host(LOCAL, LOCAL),), "ring", (1,))
+    with closing(ranks.Ranks(alone, stall_s, end=cast(Any, said.put))) as others:
+        begun_s = time.monotonic()
+        others.send("begin")
+        message = said.get(timeout=WITHIN_S)
+    assert time.monotonic() - begun_s > float(told.split()[0])
+    assert f"rank 0 on this machine has made no progress for {told} while others wait" in message
 
 
 def test_rank_0_is_stopped(env: dict[str, str], tmp_path: Path) -> None:
