@@ -69,7 +69,7 @@ def _not_imported(error: ImportError) -> int:
         raise error
     return _fail(
         f"MLX cannot start ({error}): on Linux install ds41 with one of the extras cpu, "
-        "cuda12 and cuda13, as in pip install 'ds41[cpu]'",
+        "cuda12 and cuda13, as in pip install '.[cpu]' in its clone",
         2,
     )
 
