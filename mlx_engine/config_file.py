@@ -106,8 +106,22 @@ def load_config(directory: Path) -> ModelConfig:
 
 def released_config() -> ModelConfig:
     """The configuration of the release that this engine is made for."""
-    text = files("mlx_engine").joinpath("released_config.json").read_text(encoding="utf-8")
-    return parse_config(json.loads(text))
+    return parse_config(_released_keys())
+
+
+def small_config(text: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    """The content of `config.json` for a small model of text alone.
+
+    What `text`, its `text_config`, and `others` leave out is as in the release.
+    """
+    keys = _released_keys() | others
+    del keys["vision_config"]
+    keys["text_config"] |= text
+    return keys
+
+
+def _released_keys() -> dict[str, Any]:
+    return json.loads(files("mlx_engine").joinpath("released_config.json").read_bytes())
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from mlx_engine.config import ModelConfig
-from mlx_engine.config_file import parse_config
+from mlx_engine.config_file import parse_config, small_config
 from mlx_engine.engram import primes_from
 from mlx_engine.errors import BadRequest, DeviceError
 from mlx_engine.inventory import TILE, Owner, TensorSpec, tensor_specs
@@ -79,24 +79,17 @@ def tiny_config() -> dict[str, Any]:
     L = len(_ENGRAM_LAYER_IDS)
     primes = np.array(primes_from(_ENGRAM_PRIMES_FROM, L * _ENGRAM_COLUMNS)).reshape(L, -1)
     text: dict[str, Any] = {
-        "model_type": "deepseek_v41_text",
         "vocab_size": _VOCAB_SIZE,
         "hidden_size": 128,
         "moe_intermediate_size": 64,
         "num_hidden_layers": 10,
         "num_attention_heads": 4,
-        "num_key_value_heads": 1,
         "head_dim": 64,
         "qk_rope_head_dim": 16,
         "q_lora_rank": 64,
         "o_lora_rank": 32,
         "o_groups": 2,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "swiglu_limit": 10.0,
-        "rms_norm_eps": 1e-20,
         "max_position_embeddings": 131072,
-        "rope_theta": 10000,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 16,
@@ -105,15 +98,8 @@ def tiny_config() -> dict[str, Any]:
             "original_max_position_embeddings": 8192,
         },
         "n_routed_experts": 16,
-        "n_shared_experts": 1,
         "num_experts_per_tok": 3,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "sliding_window": 128,
         "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0],
-        "compress_rope_theta": 160000,
         "kv_source_layer_ids": [2, 4, 5],
         "index_source_layer_ids": [2, 4, 5, 7],
         "index_n_heads": 4,
@@ -121,43 +107,20 @@ def tiny_config() -> dict[str, Any]:
         "index_topk": 64,
         "candidate_source_layer_id": 5,
         "candidate_topk_blocks": 32,
-        "candidate_block_size": 8,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
         "engram_layer_ids": list(_ENGRAM_LAYER_IDS),
         "engram_num_embeddings": primes.sum(1).tolist(),
-        "engram_max_ngram_size": 4,
         "engram_vocab_size": _ENGRAM_PRIMES_FROM,
         "engram_n_heads": 2,
         "engram_head_dim": 64,
-        "engram_pad_token_id": 2,
         "engram_compressed_vocab_size": int(build_token_map(tokenizer).max()) + 1,
         "num_nextn_predict_layers": 2,
-        "dspark_block_size": 5,
         "dspark_noise_token_id": tokenizer.token_to_id(PLACEHOLDER.format(0)),
         "dspark_target_layer_ids": [7, 8, 9],
         "dspark_markov_rank": 32,
         "dspark_n_routed_experts": 8,
         "dspark_num_experts_per_tok": 2,
     }
-    return {
-        "architectures": ["DeepseekV41ForCausalLM"],
-        "model_type": "deepseek_v41",
-        "dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "image_token_id": tokenizer.token_to_id(IMAGE),
-        "text_config": text,
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, 32],
-            "scale_fmt": "ue8m0",
-            "expert_dtype": "fp4",
-        },
-    }
+    return small_config(text, image_token_id=tokenizer.token_to_id(IMAGE))
 
 
 def tiny_checkpoint(cache_dir: Path) -> Path:

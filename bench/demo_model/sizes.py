@@ -7,6 +7,7 @@ token. No draft stages and no vision, which the engine does not run.
 
 from typing import Any
 
+from mlx_engine.config_file import small_config
 from mlx_engine.engram import primes_from
 
 VOCAB_SIZE = 2048
@@ -23,24 +24,17 @@ def demo_config(compressed_vocab_size: int, image_token_id: int) -> dict[str, An
     primes = primes_from(_ENGRAM_PRIMES_FROM, columns * len(_ENGRAM_LAYER_IDS))
     rows = [sum(primes[i * columns : (i + 1) * columns]) for i in range(len(_ENGRAM_LAYER_IDS))]
     text: dict[str, Any] = {
-        "model_type": "deepseek_v41_text",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 256,
         "moe_intermediate_size": 96,
         "num_hidden_layers": 8,
         "num_attention_heads": 4,
-        "num_key_value_heads": 1,
         "head_dim": 128,
         "qk_rope_head_dim": 32,
         "q_lora_rank": 96,
         "o_lora_rank": 64,
         "o_groups": 2,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "swiglu_limit": 10.0,
-        "rms_norm_eps": 1e-20,
         "max_position_embeddings": 65536,
-        "rope_theta": 10000,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 16,
@@ -49,56 +43,26 @@ def demo_config(compressed_vocab_size: int, image_token_id: int) -> dict[str, An
             "original_max_position_embeddings": 4096,
         },
         "n_routed_experts": 16,
-        "n_shared_experts": 1,
         "num_experts_per_tok": 2,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "sliding_window": 128,
         "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1],
-        "compress_rope_theta": 160000,
         "kv_source_layer_ids": [2, 4],
         "index_source_layer_ids": [2, 4, 6],
         "index_n_heads": 4,
         "index_head_dim": 64,
-        "index_topk": 512,
         "candidate_source_layer_id": 4,
         "candidate_topk_blocks": 512,
-        "candidate_block_size": 8,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
         "engram_layer_ids": list(_ENGRAM_LAYER_IDS),
         "engram_num_embeddings": rows,
         "engram_max_ngram_size": _ENGRAM_MAX_NGRAM,
         "engram_vocab_size": _ENGRAM_PRIMES_FROM,
         "engram_n_heads": _ENGRAM_HEADS,
         "engram_head_dim": 32,
-        "engram_pad_token_id": 2,
         "engram_compressed_vocab_size": compressed_vocab_size,
         "num_nextn_predict_layers": 0,
-        "dspark_block_size": 5,
         "dspark_noise_token_id": 2,
         "dspark_target_layer_ids": [],
         "dspark_markov_rank": 32,
         "dspark_n_routed_experts": 16,
         "dspark_num_experts_per_tok": 2,
     }
-    return {
-        "architectures": ["DeepseekV41ForCausalLM"],
-        "model_type": "deepseek_v41",
-        "dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "image_token_id": image_token_id,
-        "text_config": text,
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, 32],
-            "scale_fmt": "ue8m0",
-            "expert_dtype": "fp4",
-        },
-    }
+    return small_config(text, image_token_id=image_token_id)
