@@ -36,7 +36,7 @@ from mlx_engine.cli.options import (
 )
 from mlx_engine.cli.ps import SERVER
 from mlx_engine.cli.signals import Signals
-from mlx_engine.cli.terminal import Terminal
+from mlx_engine.cli.terminal import Terminal, say
 from mlx_engine.errors import BadRequest, EngineError
 from mlx_engine.ranks import STALL_S
 
@@ -133,7 +133,7 @@ def chat_command(
 
             _refuse_local_options(context)
             remote = RemoteEngine(url, api_key)
-            _say(f"{url} answers{', once its model is loaded' if remote.is_loading else ''}")
+            say(f"{url} answers{', once its model is loaded' if remote.is_loading else ''}")
             engine: Answering = remote
         else:
             engine = stack.enter_context(
@@ -182,7 +182,7 @@ class Chat:
         Raises what the engine does; where somebody types it is said, and the conversation goes on.
         """
         if self._is_typed:
-            _say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
+            say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
         for line in self._lines():
             try:
                 if line == "/exit":
@@ -191,7 +191,7 @@ class Chat:
             except EngineError as error:
                 if not self._is_typed:
                     raise
-                _say(str(error))
+                say(str(error))
             if self._is_typed:
                 typer.echo(err=True)
 
@@ -202,7 +202,7 @@ class Chat:
             self._answer(line)
         elif line == "/new":
             self._messages = []
-            _say("a new conversation")
+            say("a new conversation")
         elif line == "/help":
             for command, meaning in _COMMANDS.items():
                 typer.echo(f"{command}  {meaning}", err=True)
@@ -225,13 +225,13 @@ class Chat:
         if end.finish_reason != "cancelled":
             self._terminal.turn(end)
         elif self._is_typed:
-            _say("stopped")
+            say("stopped")
         else:
             raise typer.Exit(128 + self._signals.numbers[0])
         if end.text or end.finish_reason == "stop":
             self._messages = [*asked, Message("assistant", end.text, end.reasoning)]
         else:
-            _say("there is no answer yet, so the message is not kept")
+            say("there is no answer yet, so the message is not kept")
 
     def _lines(self) -> Iterator[str]:
         """The lines that say something, without the space around them."""
@@ -270,7 +270,3 @@ class Chat:
             return input(_PROMPT)
         typer.echo(_PROMPT, nl=False, err=True)
         return input()
-
-
-def _say(message: str) -> None:
-    typer.echo(f"ds41: {message}", err=True)

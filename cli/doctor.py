@@ -8,11 +8,9 @@ import json
 import os
 import re
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
@@ -339,20 +337,18 @@ class Checks:
 
 
 def _server_state(port: int) -> str | None:
-    """What a server of ours at this port says of itself, None where there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """What a server of ours at this port says of itself, None where there is none.
+
+    Not by ask_status, for which a server may want its key.
+    """
+    connection = HTTPConnection("127.0.0.1", port, timeout=_PATIENCE_S)
     try:
-        with opener.open(f"http://127.0.0.1:{port}/health", timeout=_PATIENCE_S) as reply:
-            said = json.load(reply)
-    except urllib.error.HTTPError as error:
-        # It answers so while the model loads.
-        with error:
-            try:
-                said = json.load(error)
-            except ValueError:
-                return None
+        connection.request("GET", "/health")
+        said = json.load(connection.getresponse())
     except (OSError, HTTPException, ValueError):
         return None
+    finally:
+        connection.close()
     state = cast("dict[str, object]", said).get("status") if isinstance(said, dict) else None
     return state if state in ("loading", "ready", "failed", "stopped") else None
 

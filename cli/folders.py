@@ -3,8 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-import typer
-
+from mlx_engine.cli.terminal import say
 from mlx_engine.folders import cache_directory, expanded
 
 
@@ -24,14 +23,10 @@ def model_directory(named: Path | None, *, tiny_random: bool = False) -> tuple[P
         return expanded(named), None
     demo = None if tiny_random else demo_directory()
     if demo is not None:
-        _say("without --model or DS41_MODEL the demo model answers: very small, of a small world")
+        say("without --model or DS41_MODEL the demo model answers: very small, of a small world")
         return demo, "the demo model"
     from mlx_engine.tiny import tiny_checkpoint
 
     directory = tiny_checkpoint(cache_directory())
-    _say("a tiny random model answers, its words mean nothing; --model or DS41_MODEL names another")
+    say("a tiny random model answers, its words mean nothing; --model or DS41_MODEL names another")
     return directory, "a tiny random model"
-
-
-def _say(what: str) -> None:
-    typer.echo(f"ds41: {what}", err=True)

@@ -10,8 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from mlx_engine.cli.terminal import say
 from mlx_engine.errors import BadRequest, CacheUnusable
 from mlx_engine.folders import cache_directory, expanded
 
@@ -111,9 +110,9 @@ def _open(
             least_bytes=least_bytes(opened.config),
         )
     except CacheUnusable as error:
-        typer.echo(f"ds41: the disk cache is off: {error}", err=True)
+        say(f"the disk cache is off: {error}")
         return None
     notice = cache.stats().notice
     if notice is not None:
-        typer.echo(f"ds41: {notice}", err=True)
+        say(notice)
     return cache

@@ -26,6 +26,7 @@ from mlx_engine.cli.options import folder
 from mlx_engine.cli.ps import ps_command
 from mlx_engine.cli.run import run_command
 from mlx_engine.cli.serve import serve_command
+from mlx_engine.cli.terminal import say
 from mlx_engine.errors import EngineError
 
 
@@ -75,7 +76,7 @@ def _not_imported(error: ImportError) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"ds41: {message}", err=True)
+    say(message)
     return code
 
 

@@ -29,7 +29,10 @@ def ps_command(
         str | None, typer.Option(envvar="DS41_API_KEY", help="Its key.", show_default="no key")
     ] = None,
 ) -> None:
-    """List the requests of a running server: how far each is, and what waits."""
+    """List the requests of a running server: how far each is, and what waits.
+
+    What keeps its disk cache from writing is told before.
+    """
     status = ask_status(server_url(url), api_key)
     state = status["state"]
     if status["load"] is not None:

@@ -25,6 +25,7 @@ from mlx_engine.cli.options import (
     ModelOption,
     TinyRandomOption,
 )
+from mlx_engine.cli.terminal import say
 from mlx_engine.errors import BadRequest
 from mlx_engine.folders import cache_directory
 from mlx_engine.ranks import STALL_S
@@ -178,7 +179,7 @@ def serve_command(
 
     def on_state() -> None:
         if worker.state == "ready":
-            _say(f"ready at {address_of(listener)}")
+            say(f"ready at {address_of(listener)}")
         elif worker.state == "failed":
             serving.stop()
 
@@ -199,7 +200,7 @@ def serve_command(
         has_key=api_key is not None,
     )
     serving.run()
-    _say("stopped")
+    say("stopped")
 
 
 def _greet(
@@ -216,13 +217,13 @@ def _greet(
     from mlx_engine.server.claude_code import environment, shell_lines
 
     needed = memory.needs(opened.config, opened.context_tokens, devices=devices)
-    _say(f"{opened.checkpoint.directory} as {model_id}, loading")
+    say(f"{opened.checkpoint.directory} as {model_id}, loading")
     each = f"each of {devices} devices: " if devices > 1 else ""
-    _say(each + memory.describe(needed, opened.context_tokens))
-    _say(f"listening at {address}, which shows a browser what runs")
+    say(each + memory.describe(needed, opened.context_tokens))
+    say(f"listening at {address}, which shows a browser what runs")
     if elsewhere is not None:
-        _say(f"other machines reach it at {elsewhere}, with the key")
-    _say(f"for Claude Code: ds41 launch claude --url {address}, or")
+        say(f"other machines reach it at {elsewhere}, with the key")
+    say(f"for Claude Code: ds41 launch claude --url {address}, or")
     token = "YOUR_API_KEY" if has_key else model_id
     variables = environment(address, model_id, opened.context_tokens, token)
     typer.echo(f"\n{shell_lines(variables)}\n")
@@ -237,7 +238,3 @@ def _outer_address(listener: socket.socket) -> str:
     except OSError:
         host = socket.gethostname()
     return f"http://{host}:{listener.getsockname()[1]}"
-
-
-def _say(message: str) -> None:
-    typer.echo(f"ds41: {message}", err=True)

@@ -1,7 +1,7 @@
-"""What run and chat show: the answer on standard output, all else on standard error.
+"""What commands show: the answer on standard output, all else on standard error.
 
-Owns bars, dim text and the statistics line. Bars are drawn only where standard error is a
-terminal, and are gone before text follows.
+Owns bars, dim text, the statistics line and how the program speaks for itself. Bars are drawn only
+where standard error is a terminal, and are gone before text follows.
 """
 
 import io
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from mlx_engine.answer import ReasoningDelta, TextDelta
     from mlx_engine.ops.launch import FastPaths
     from mlx_engine.respond import End, Event, Progress
+
+
+def say(message: str) -> None:
+    """Write a line of the program's own."""
+    typer.echo(f"ds41: {message}", err=True)
 
 
 def _is_terminal() -> bool:
@@ -56,7 +61,7 @@ class Terminal:
         if paths.on:
             line = f"GPU kernels for {', '.join(paths.on)}"
             line += f"; MLX's own operations for {', '.join(paths.off)}" if paths.off else ""
-        typer.echo(f"ds41: {line}", err=True)
+        say(line)
 
     def prefill(self, progress: "Progress") -> None:
         """Draw how much of the prompt is done."""

@@ -20,6 +20,7 @@ from mlx_engine.cli.main import app
 from mlx_engine.config_file import load_config, released_config
 from mlx_engine.memory import MachineMemory, needs
 from mlx_engine.ops.launch import FastPaths
+from mlx_engine.server.security import Access
 from mlx_engine.tiny import tiny_checkpoint
 from tests.scripted_engine import ScriptedEngine
 from tests.server.support import on_port, serving, until
@@ -213,7 +214,8 @@ def test_a_model_that_lacks_a_file_or_is_none(tmp_path: Path) -> None:
 
 
 def test_whose_the_port_is(tiny: Path) -> None:
-    with serving(ScriptedEngine("so")) as server, on_port(server.app) as address:
+    key = Access(api_key="which doctor does not have")
+    with serving(ScriptedEngine(), access=key) as server, on_port(server.app) as address:
         until(lambda: server.worker.state == "ready")
         ours = findings(FakeMachine(), tiny, port=int(address.rpartition(":")[2]))["port"]
     assert ours.level == "ok" and ours.seen.endswith("has a ds41 serve, which is ready")
