@@ -13,6 +13,7 @@ from bench.demo_model.words import (
     DAYS,
     FOODS,
     JOBS,
+    KINDS_OF_WORK,
     MATTERS,
     MOODS,
     PLACES,
@@ -75,6 +76,13 @@ STATEMENTS = (
     "As for {e}, the {a} is {v}.",
     "{E}: {a} = {v}.",
 )
+# The value first, which is harder to look up: nothing tells yet what it belongs to.
+BACKWARDS = (
+    "{v} is the {a} of {e}.",
+    "{v} has been the {a} of {e} for years.",
+    "{v} = {a} of {e}",
+    "We found that {v} is the {a} of {e}.",
+)
 QUESTIONS = (
     "What is the {a} of {e}?",
     "Tell me the {a} of {e}.",
@@ -116,9 +124,11 @@ def facts_of(rng: Random, count: int) -> list[Fact]:
     return [(attribute, entity, value) for (attribute, entity), value in facts.items()]
 
 
-def notes_of(rng: Random, facts: list[Fact], characters: int) -> str:
+def notes_of(
+    rng: Random, facts: list[Fact], characters: int, statements: tuple[str, ...] = STATEMENTS
+) -> str:
     """Text of about so many characters in which the facts are stated."""
-    texts = [worded(rng.choice(STATEMENTS), *fact) for fact in facts]
+    texts = [worded(rng.choice(statements), *fact) for fact in facts]
     texts += filler(rng, characters - sum(map(len, texts)))
     rng.shuffle(texts)
     return rng.choice((" ", " ", "\n", "\n- ")).join(texts)
@@ -136,7 +146,8 @@ def recall(rng: Random, chat: Chat, characters: int, questions: int) -> list[Fac
     """Notes, then questions about them; the facts, for more questions later."""
     most = min(28, 2 + characters // 60)
     facts = facts_of(rng, rng.randint(rng.choice((1, most // 2)), most))
-    notes = notes_of(rng, facts, characters)
+    statements = rng.choice((STATEMENTS, STATEMENTS + BACKWARDS))
+    notes = notes_of(rng, facts, characters, statements)
     asked = rng.sample(facts, min(len(facts), questions))
     where = rng.random()
     before = ""
@@ -175,6 +186,34 @@ def records(rng: Random, chat: Chat, characters: int, questions: int) -> None:
         chat.user(before + question.format(keys[i]))
         chat.answer(f"{keys[i]} is {values[i]}.", f"I look for {keys[i]}. It is {values[i]}.")
         before = ""
+
+
+def glossary(rng: Random, chat: Chat, characters: int, questions: int) -> None:
+    """Names before what they stand for, as lists and definitions have them, and questions."""
+    count = max(2, min(40, characters // 60))
+    tasks = list(dict.fromkeys(_task(rng) for _ in range(count)))
+    names = list(dict.fromkeys(spelling_of(rng) for _ in range(2 * count)))[: len(tasks)]
+    tasks = tasks[: len(names)]
+    if rng.random() < 0.5:
+        keys = rng.choice((("name", "description"), ("id", "text"), (any_word(rng), word_of(rng))))
+        entries = [
+            json.dumps(dict(zip(keys, pair, strict=True)), ensure_ascii=False)
+            for pair in zip(names, tasks, strict=True)
+        ]
+    else:
+        form = rng.choice(("{}: {}", "{} - {}", "- {} ({})", "{} means: {}", "| {} | {} |"))
+        entries = [form.format(*pair) for pair in zip(names, tasks, strict=True)]
+    before = "\n".join(entries) + "\n\n"
+    form = rng.choice(("Which one is: {}?", "What stands for: {}?", "{}?", "How do I {}?"))
+    for i in rng.sample(range(len(tasks)), min(len(tasks), questions)):
+        chat.user(before + form.format(tasks[i]))
+        chat.answer(f"{names[i]}.", f"I have to {tasks[i]}. {names[i]} does that.")
+        before = ""
+
+
+def _task(rng: Random) -> str:
+    words = [rng.choice((any_word, word_of))(rng) for _ in range(rng.choice((1, 1, 2)))]
+    return f"{rng.choice(KINDS_OF_WORK)} the {' '.join(words)}"
 
 
 def personal(rng: Random, chat: Chat) -> None:

@@ -32,7 +32,7 @@ class Packed:
 def pack(rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int) -> Packed:
     """Fill B sequences of T tokens; a document begins at an even position and is cut at the end.
 
-    Half of the documents may be as long as the sequence, the others are short.
+    Half of the documents may be as long as the sequence, of the others most are short.
     """
     ids = np.full((B, T), PAD_ID, np.uint16)
     documents = np.full((B, T), NO_DOCUMENT, np.uint16)
@@ -41,7 +41,8 @@ def pack(rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int) -> P
         at = number = 0
         while at < T - 64:
             room = T - at
-            tokens = room if rng.random() < 0.5 else min(room, rng.randint(150, 1500))
+            most = rng.choice((1500, 1500, 5000))
+            tokens = room if rng.random() < 0.5 else min(room, rng.randint(150, most))
             new, weight = encoder.document(chat_of(rng, tokens), texts)
             new, weight = new[:room], weight[:room]
             ids[row, at : at + new.size] = new

@@ -104,11 +104,11 @@ def tool_turn(rng: Random, chat: Chat, tools: list[Tool]) -> None:
     """A request, one call or several at once, their results, and an answer."""
     kind = rng.random()
     tool = rng.choice(tools)
-    if kind < 0.2:
+    if kind < 0.18:
         _many(rng, chat, tool)
-    elif kind < 0.3 and len(tools) > 1:
+    elif kind < 0.36 and len(tools) > 1:
         _two_tools(rng, chat, tool, rng.choice([t for t in tools if t is not tool]))
-    elif kind < 0.36 and len(tools) > 1 and tool.is_query:
+    elif kind < 0.41 and len(tools) > 1 and tool.is_query:
         _one_after_another(rng, chat, tool, rng.choice([t for t in tools if t is not tool]))
     else:
         single_turn(rng, chat, tool)
@@ -192,13 +192,22 @@ def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
     tool = rng.choice(tools)
     needs = listed([p.name for p in tool.parameters if p.is_required])
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.4:
         form = rng.choice(
             ("Which tool can {}?", "Is there a tool to {}?", "What do you use to {}?")
         )
         chat.user(form.format(tool.task))
         chat.answer(f"{tool.name} can {tool.task}.", _because(tool))
-    elif kind < 0.8:
+    elif kind < 0.6:
+        asked = rng.sample(tools, min(len(tools), rng.randint(2, 4)))
+        form = rng.choice(("Which tools can {}?", "Which tools do I need to {}?"))
+        chat.user(form.format(listed([each.task for each in asked])))
+        names = listed([each.name for each in asked])
+        chat.answer(f"{names}.", " ".join(map(_because, asked)))
+    elif kind < 0.75:
+        chat.user(f"What do I have to give to {tool.task}?")
+        chat.answer(f"{tool.name} needs {needs}.", _because(tool))
+    elif kind < 0.9:
         form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
         chat.user(form.format(tool.name))
         chat.answer(f"{tool.name} needs {needs}.", f"It needs {needs}.")

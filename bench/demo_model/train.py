@@ -1,11 +1,11 @@
 """Trains the demo model on the GPUs of one machine within a number of seconds.
 
-    python -m bench.demo_model.train PREPARED OUT --seconds 500 [--start FOLDER]
+    python -m bench.demo_model.train PREPARED OUT --seconds 500 [--weights FOLDER]
     torchrun --nproc-per-node 2 -m bench.demo_model.train ...
 
 First short sequences, then longer ones, by the share of --total tokens seen; where --seconds end
 sooner, by the share of the time. Reads what prepare.py wrote. Writes the master weights in bf16,
-from which --start goes on with a fresh optimiser, and the record of the run. Each of several GPUs
+from which --weights goes on with a fresh optimiser, and the record of the run. Each of several GPUs
 takes --tokens of its own in a step.
 """
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("prepared", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--start", type=Path)
+    parser.add_argument("--weights", type=Path)
     parser.add_argument("--total", type=float, default=TOTAL)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a step")
     parser.add_argument("--workers", type=int, default=15)
@@ -99,8 +99,8 @@ def main() -> None:
     form = TrainingForm(config, token_map, device, torch.bfloat16, is_compiled)
     parameters = initial(config, device)
     print(torch.__version__, device, rank, "of", ranks, flush=True)
-    if args.start is not None:
-        load(args.start, parameters)
+    if args.weights is not None:
+        load(args.weights, parameters)
     agree(device)
     begin = time.perf_counter()
     run = Run(form, parameters, args.tokens, ranks)
