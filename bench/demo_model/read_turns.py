@@ -20,7 +20,7 @@ PATIENT_S = 1800.0
 REQUESTS = (
     ("harvest", "tomorrow", "plan"), ("captain", "Ludmila", "crew"), ("anchor", "rusty", "ship"),
     ("deadline", "noon", "todo"), ("greeting", "aloha", "letter"), ("planet", "Saturn", "space"),
-    ("villain", "Mortimer", "novel"), ("engine", "diesel", "truck"), ("mascot", "penguin", "team"),
+    ("villain", "Mortimer", "novel"), ("fuel", "diesel", "truck"), ("mascot", "penguin", "team"),
     ("flavour", "vanilla", "menu"),
 )  # fmt: skip
 
