@@ -4,18 +4,18 @@ Owns what stands around a request: instructions, tools that are asked for among 
 notes before the request, and a system turn behind it. Their texts are stock's.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 from bench.demo_model.chat import Chat, Json, Turn
-from bench.demo_model.everyday import everyday_of
+from bench.demo_model.everyday import Named, everyday_of
 from bench.demo_model.exercises import exercise
 from bench.demo_model.facts import personal
 from bench.demo_model.reading import reader_of, reading_turn
 from bench.demo_model.results import tool_turn
 from bench.demo_model.stock import Stock
 from bench.demo_model.talk import pretending, small_talk
-from bench.demo_model.tools import tools_of
+from bench.demo_model.tools import Tool, tools_of
 from bench.demo_model.words import capital, deep_path
 
 # Such texts are cut smaller than others.
@@ -24,7 +24,7 @@ CHARACTERS_PER_TOKEN = 2.15
 _TURN = 750
 # What the format says of tools.
 _FIXED_TOKENS = 450
-_MOST_DISTRACTORS = 36
+_MOST_OTHERS = 36
 
 
 def agent(rng: Random, chat: Chat, tokens: int) -> None:
@@ -47,7 +47,7 @@ def agent(rng: Random, chat: Chat, tokens: int) -> None:
     }
     whole = sum(share.values())
     room_of = {key: int(room * part / whole) for key, part in share.items()}
-    actions = _with_tools(rng, chat, stock, room_of["tools"])
+    called = with_tools(rng, chat, stock, room_of["tools"])
     if room_of["system"] > 100:
         chat.system = stock.passage(room_of["system"])
     used = len(chat.system) + len(str(chat.tools))
@@ -55,23 +55,40 @@ def agent(rng: Random, chat: Chat, tokens: int) -> None:
     parts = [rng.random() ** 3 + 0.02 for _ in range(turns)]
     for part in parts:
         first = len(chat.turns)
-        rng.choices(*zip(*actions, strict=True))[0]()
+        called.turn(rng, chat)
         part *= around / sum(parts)
         before, behind = int(room_of["before"] * part), int(room_of["behind"] * part)
-        _surround(rng, chat, first, stock, before, behind)
+        surround(rng, chat, first, stock, before, behind)
         used += sum(len(str(turn)) for turn in chat.turns[first:])
         if used > most - _TURN:
             break
 
 
-Action = tuple[Callable[[], None], float]
+@dataclass(frozen=True)
+class Called:
+    """The tools of a conversation that are asked for."""
+
+    reader: Json
+    everyday: list[Named]
+    tools: list[Tool]
+
+    def turn(self, rng: Random, chat: Chat) -> None:
+        """A request, what it needs, and its answer; most read a file."""
+        what = rng.random()
+        if what < 0.12 and self.everyday:
+            rng.choice(self.everyday).turn(rng, chat)
+        elif what < 0.25 and self.tools:
+            tool_turn(rng, chat, self.tools)
+        elif what < 0.29:
+            exercise(rng, chat, rng.choice(("count", "copy", "reverse", "sort words", "next")))
+        elif what < 0.35:
+            rng.choice((small_talk, small_talk, pretending, personal))(rng, chat)
+        else:
+            reading_turn(rng, chat, self.reader, rng.choice((150, 400, 900)))
 
 
-def _with_tools(rng: Random, chat: Chat, stock: Stock, characters: int) -> list[Action]:
-    """Give the conversation tools: a reader, some that are asked for, and many that are not.
-
-    What may be done then, each with how often.
-    """
+def with_tools(rng: Random, chat: Chat, stock: Stock, characters: int) -> Called:
+    """Give the conversation tools: a reader, some that are asked for, and many that are not."""
     reader = _reader(rng, stock, int(rng.uniform(0, min(1500, characters / 4))))
     everyday = everyday_of(rng, min(rng.randint(0, 4), characters // 400))
     tools = tools_of(rng, min(rng.randint(0, 5), characters // 500), min(600, characters // 12))
@@ -79,8 +96,9 @@ def _with_tools(rng: Random, chat: Chat, stock: Stock, characters: int) -> list[
     chosen |= {each.definition["name"]: each.definition for each in everyday}
     chosen[reader["name"]] = reader
     tools = [tool for tool in tools if chosen[tool.name] is tool.definition]
+    stock.names += chosen
     left = characters - sum(len(str(each)) for each in chosen.values())
-    count = min(_MOST_DISTRACTORS, int(left / 10 ** rng.uniform(2.6, 3.6)))
+    count = min(_MOST_OTHERS, int(left / 10 ** rng.uniform(2.6, 3.6)))
     sizes = [rng.expovariate(1) + 0.05 for _ in range(count)]
     for size in sizes:
         form = rng.choice(("{n}", "{v}", "{v}_{n}", "{v}-{n}", "{l}", "{v} {n}"))
@@ -91,19 +109,7 @@ def _with_tools(rng: Random, chat: Chat, stock: Stock, characters: int) -> list[
         chosen.setdefault(name, stock.tool(name, int(left * size / sum(sizes)) - 600))
     chat.tools = list(chosen.values())
     rng.shuffle(chat.tools)
-    copying = ("count", "copy", "reverse", "sort words", "next")
-    talks = (small_talk, small_talk, pretending, personal)
-    length = rng.choice((150, 400, 900))
-    actions: list[Action] = [
-        (lambda: reading_turn(rng, chat, reader, length), 0.65),
-        (lambda: exercise(rng, chat, rng.choice(copying)), 0.04),
-        (lambda: rng.choice(talks)(rng, chat), 0.06),
-    ]
-    if everyday:
-        actions.append((lambda: rng.choice(everyday).turn(rng, chat), 0.12))
-    if tools:
-        actions.append((lambda: tool_turn(rng, chat, tools), 0.13))
-    return actions
+    return Called(reader, everyday, tools)
 
 
 def _reader(rng: Random, stock: Stock, characters: int) -> Json:
@@ -121,7 +127,7 @@ def _reader(rng: Random, stock: Stock, characters: int) -> Json:
     return reader
 
 
-def _surround(rng: Random, chat: Chat, at: int, stock: Stock, before: int, behind: int) -> None:
+def surround(rng: Random, chat: Chat, at: int, stock: Stock, before: int, behind: int) -> None:
     """Put notes before the request at a place, and a system turn behind it."""
     request = chat.turns[at].text
     notes: list[str] = []

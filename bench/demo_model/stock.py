@@ -147,6 +147,10 @@ _PHRASES = (
     "by default the {n} has {u} {n}s",
     "your {n} is {k}; theirs may be {k}",
     "what the {n} said about {x} is for {n}s only",
+    "{v} {n}s by {t}, not by {t}",
+    "use {t} to {v} the {n}, and {t} when the {n} is {k}",
+    "call {t} with {c} before {t}",
+    "{t} {v}s {p} {m}",
 )  # fmt: skip
 _JOINTS = (", and ", ", but ", "; ", " — ", ". ", ". ", ". ", ": ", " (", " so ", ", which ")
 _ENDS = (".", ".", ".", ".", ".", "!", ":", "?", "")
@@ -165,13 +169,17 @@ _RARE: tuple[Callable[[Random], str], ...] = (
 
 
 class Stock:
-    """The words of one prompt, by a letter for each sort: `"{n}".format_map(stock)` draws one."""
+    """The words of one prompt, by a letter for each sort: `"{n}".format_map(stock)` draws one.
+
+    `names` are of tools, of which its texts speak.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         rare = [rng.choice(_RARE)(rng) for _ in range(60)]
         made = [_made(rng) for _ in range(60)]
         code = [rng.choice((snake, camel, kebab, any_word))(rng) for _ in range(30)]
+        self.names = [camel(rng), snake(rng)]
         self._words: dict[str, Sequence[str]] = {
             "n": [*rng.sample(_NAMES, 120), *rng.sample(MATTERS, 40), *made],
             "v": [*rng.sample(_VERBS, 100), *made[:10]],
@@ -185,6 +193,7 @@ class Stock:
             "l": [letters_of(rng) for _ in range(20)],
             "w": [url_of(rng) for _ in range(4)],
             "A": _ABBREVIATIONS,
+            "t": self.names,
         }
 
     def __getitem__(self, kind: str) -> str:
