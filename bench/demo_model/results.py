@@ -77,8 +77,9 @@ def exchange(
     calls: list[Call],
     outcomes: list[Outcome],
     reasoning: str,
+    told: str = "Now I know what the tool says.",
 ) -> None:
-    """A request, the calls it needs, their results, and the answer."""
+    """A request, the calls it needs, their results, and the answer; `told`: why it is one."""
     # Programs put notes beside what the user says, most of all those with a long system prompt.
     is_noted = rng.random() < (0.3 if len(chat.system) > 2000 else 0.06)
     if is_noted:
@@ -91,7 +92,7 @@ def exchange(
         texts[-1] += "\n\n" + notice(rng)
     chat.results(*texts)
     answer = " ".join(text for _, text in outcomes)
-    chat.answer(answer, "Now I know what the tool says.")
+    chat.answer(answer, told)
 
 
 def _because(tool: Tool) -> str:
