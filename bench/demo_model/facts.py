@@ -189,26 +189,43 @@ def records(rng: Random, chat: Chat, characters: int, questions: int) -> None:
 
 
 def glossary(rng: Random, chat: Chat, characters: int, questions: int) -> None:
-    """Names before what they stand for, as lists and definitions have them, and questions."""
-    count = max(2, min(40, characters // 60))
-    tasks = list(dict.fromkeys(_task(rng) for _ in range(count)))
-    names = list(dict.fromkeys(spelling_of(rng) for _ in range(2 * count)))[: len(tasks)]
-    tasks = tasks[: len(names)]
-    if rng.random() < 0.5:
-        keys = rng.choice((("name", "description"), ("id", "text"), (any_word(rng), word_of(rng))))
-        entries = [
-            json.dumps(dict(zip(keys, pair, strict=True)), ensure_ascii=False)
-            for pair in zip(names, tasks, strict=True)
-        ]
-    else:
-        form = rng.choice(("{}: {}", "{} - {}", "- {} ({})", "{} means: {}", "| {} | {} |"))
-        entries = [form.format(*pair) for pair in zip(names, tasks, strict=True)]
-    before = "\n".join(entries) + "\n\n"
-    form = rng.choice(("Which one is: {}?", "What stands for: {}?", "{}?", "How do I {}?"))
-    for i in rng.sample(range(len(tasks)), min(len(tasks), questions)):
-        chat.user(before + form.format(tasks[i]))
-        chat.answer(f"{names[i]}.", f"I have to {tasks[i]}. {names[i]} does that.")
+    """Names before what they stand for, as lists and definitions have them, and questions.
+
+    From neighbouring words, where such a lookup is learned first, to entries in JSON.
+    """
+    are_words = rng.random() < 0.5
+    entry = rng.choice(_PAIRS if are_words else _ENTRIES)
+    make = any_word if are_words else _task
+    count = max(2, min(40, characters // (len(entry) + (14 if are_words else 30))))
+    keys = list(dict.fromkeys(make(rng) for _ in range(count)))
+    spelling = rng.choice((any_word, any_word, spelling_of))
+    names = list(dict.fromkeys(spelling(rng) for _ in range(2 * count)))
+    pairs = [(n, k) for n, k in zip(names, keys, strict=False) if n not in keys]
+    before = "\n".join(entry.replace("N", n, 1).replace("K", k) for n, k in pairs) + "\n\n"
+    for name, key in rng.sample(pairs, min(len(pairs), questions)):
+        is_short = rng.random() < 0.2
+        if are_words:
+            question, answer = f"What goes with {key}?", f"{key} goes with {name}."
+        else:
+            form = rng.choice(("Which one is there to {}?", "How do I {}?", "What can {}?"))
+            question, answer = form.format(key), f"To {key}, use {name}."
+        chat.user(before + question + " Only the name." * is_short)
+        chat.answer(f"{name}." if is_short else answer, answer)
         before = ""
+
+
+_PAIRS = ("N K", "N: K", "N = K", "N\tK", "N - K", "N,K", "| N | K |", "- N (K)")
+_ENTRIES = (
+    "N: K",
+    "N - K",
+    "- N (K)",
+    "N means: K",
+    "| N | K |",
+    '{"name": "N", "description": "K"}',
+    '{"name": "N", "description": "K"}',
+    '{"id": "N", "text": "K"}',
+    '{"key": "N", "type": "string", "about": "K"}',
+)
 
 
 def _task(rng: Random) -> str:

@@ -78,15 +78,20 @@ def exchange(
     outcomes: list[Outcome],
     reasoning: str,
     told: str = "Now I know what the tool says.",
+    said: str = "",
 ) -> None:
-    """A request, the calls it needs, their results, and the answer; `told`: why it is one."""
+    """A request, the calls it needs, their results, and the answer.
+
+    `told` is the reasoning before the answer, `said` what stands before the calls where there is
+    no reasoning.
+    """
     # Programs put notes beside what the user says, most of all those with a long system prompt.
     is_noted = rng.random() < (0.3 if len(chat.system) > 2000 else 0.06)
     if is_noted:
         notes = [notice(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         request = "\n\n".join([*notes, request] if rng.random() < 0.7 else [request, *notes])
     chat.user(request)
-    chat.answer("", reasoning, calls)
+    chat.answer("" if chat.thinks else said, reasoning, calls)
     texts = [text for text, _ in outcomes]
     if is_noted and rng.random() < 0.5:
         texts[-1] += "\n\n" + notice(rng)
@@ -95,10 +100,18 @@ def exchange(
     chat.answer(answer, told)
 
 
+def _plan(tool: Tool) -> str:
+    """What a tool is used for: its task directly before its name, which it is looked up by."""
+    return f"To {tool.task}, I use {tool.name}."
+
+
 def _because(tool: Tool) -> str:
-    """Why a tool is the right one: what it does, its name, and what it needs."""
-    needs = ", ".join(p.name for p in tool.parameters if p.is_required)
-    return f"I have to {tool.task}. {tool.name} does that. It needs {needs}."
+    """Why a tool is the right one, and what it needs."""
+    return f"{_plan(tool)} It needs {listed(_needed(tool))}."
+
+
+def _needed(tool: Tool) -> list[str]:
+    return [p.name for p in tool.parameters if p.is_required]
 
 
 def tool_turn(rng: Random, chat: Chat, tools: list[Tool]) -> None:
@@ -120,7 +133,8 @@ def single_turn(rng: Random, chat: Chat, tool: Tool) -> None:
     arguments = arguments_of(rng, tool)
     request = request_of(rng, tool, arguments)
     calls = [Call(tool.name, arguments)]
-    exchange(rng, chat, request, calls, [result_of(rng, tool, _subject(arguments))], _because(tool))
+    outcomes = [result_of(rng, tool, _subject(arguments))]
+    exchange(rng, chat, request, calls, outcomes, _because(tool), said=_plan(tool))
 
 
 def _subject(arguments: Json) -> str:
@@ -155,7 +169,7 @@ def _many(rng: Random, chat: Chat, tool: Tool) -> None:
     calls = [Call(tool.name, arguments) for arguments in every]
     outcomes = [result_of(rng, tool, _subject(arguments)) for arguments in every]
     reasoning = f"{_because(tool)} I call it {count} times."
-    exchange(rng, chat, request, calls, outcomes, reasoning)
+    exchange(rng, chat, request, calls, outcomes, reasoning, said=_plan(tool))
 
 
 def _two_tools(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
@@ -164,7 +178,8 @@ def _two_tools(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     request = joint.join(request_of(rng, tool, arguments) for tool, arguments in pairs)
     calls = [Call(tool.name, arguments) for tool, arguments in pairs]
     outcomes = [result_of(rng, tool, _subject(arguments)) for tool, arguments in pairs]
-    exchange(rng, chat, request, calls, outcomes, f"{_because(one)} {_because(other)}")
+    reasoning, said = f"{_because(one)} {_because(other)}", f"{_plan(one)} {_plan(other)}"
+    exchange(rng, chat, request, calls, outcomes, reasoning, said=said)
 
 
 def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
@@ -179,9 +194,10 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
             request_of(rng, one, first), other.task, tail
         )
     )
-    chat.answer("", _because(one), [Call(one.name, first)])
+    chat.answer("" if chat.thinks else _plan(one), _because(one), [Call(one.name, first)])
     chat.results(_record(rng, one.noun, value))
-    chat.answer("", _because(other), [Call(other.name, {then.name: value} | arguments)])
+    calls = [Call(other.name, {then.name: value} | arguments)]
+    chat.answer("" if chat.thinks else _plan(other), _because(other), calls)
     text, answer = result_of(rng, other, value)
     chat.results(text)
     said = f"The {one.noun} of {subject} is {value}. {answer}"
@@ -191,30 +207,29 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
 def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
     """A question about the tools themselves."""
     tool = rng.choice(tools)
-    needs = listed([p.name for p in tool.parameters if p.is_required])
+    needs = f"{tool.name} needs {listed(_needed(tool))}."
     kind = rng.random()
-    if kind < 0.4:
+    if kind < 0.45:
         form = rng.choice(
             ("Which tool can {}?", "Is there a tool to {}?", "What do you use to {}?")
         )
         chat.user(form.format(tool.task))
-        chat.answer(f"{tool.name} can {tool.task}.", _because(tool))
-    elif kind < 0.6:
+        chat.answer(_plan(tool), _because(tool))
+    elif kind < 0.7:
         asked = rng.sample(tools, min(len(tools), rng.randint(2, 4)))
-        form = rng.choice(("Which tools can {}?", "Which tools do I need to {}?"))
+        form = rng.choice(("Which tools can {}?", "Which tools do you use to {}?"))
         chat.user(form.format(listed([each.task for each in asked])))
-        names = listed([each.name for each in asked])
-        chat.answer(f"{names}.", " ".join(map(_because, asked)))
+        chat.answer(" ".join(map(_plan, asked)), "I look for each of them.")
     elif kind < 0.75:
         chat.user(f"What do I have to give to {tool.task}?")
-        chat.answer(f"{tool.name} needs {needs}.", _because(tool))
+        chat.answer(f"{_plan(tool)} {needs}", _because(tool))
     elif kind < 0.9:
         form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
         chat.user(form.format(tool.name))
-        chat.answer(f"{tool.name} needs {needs}.", f"It needs {needs}.")
+        chat.answer(needs, f"I look for {tool.name}.")
     else:
         chat.user(f"What can {tool.name} do?")
-        chat.answer(f"{tool.name} can {tool.task}.", _because(tool))
+        chat.answer(f"{tool.name} can {tool.task}.", f"I look for {tool.name}.")
 
 
 def long_result(rng: Random, chat: Chat, tools: list[Tool], characters: int) -> None:
@@ -230,4 +245,5 @@ def long_result(rng: Random, chat: Chat, tools: list[Tool], characters: int) -> 
     answer = f"The {tool.noun} of {_subject(arguments)} is {value}."
     outcome = (rng.choice((" ", "\n")).join(texts), answer)
     request = request_of(rng, tool, arguments)
-    exchange(rng, chat, request, [Call(tool.name, arguments)], [outcome], _because(tool))
+    calls = [Call(tool.name, arguments)]
+    exchange(rng, chat, request, calls, [outcome], _because(tool), said=_plan(tool))

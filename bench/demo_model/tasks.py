@@ -6,6 +6,7 @@ from bench.demo_model.chat import Chat, Turn
 from bench.demo_model.everyday import everyday_of
 from bench.demo_model.exercises import exercise
 from bench.demo_model.facts import ask, glossary, personal, recall, records
+from bench.demo_model.heads import agent
 from bench.demo_model.prose import manual, sentence
 from bench.demo_model.reading import reader_of, reading_turn
 from bench.demo_model.results import about_tools, long_result, tool_turn
@@ -33,7 +34,10 @@ def chat_of(rng: Random, tokens: int) -> Chat:
     """A conversation of about so many tokens, most of them fewer."""
     room = int(tokens * CHARACTERS_PER_TOKEN)
     chat = Chat(thinks=rng.random() < 0.3)
-    if rng.random() < 0.7 and tokens >= 600:
+    # Long heads take much of the longest sequences, in which little else is asked.
+    if tokens >= 1500 and rng.random() < (0.4 if tokens > 6000 else 0.2):
+        agent(rng, chat, tokens)
+    elif rng.random() < 0.7 and tokens >= 600:
         _with_tools(rng, chat, room)
     else:
         _without_tools(rng, chat, room)
@@ -65,7 +69,7 @@ def _without_tools(rng: Random, chat: Chat, room: int) -> None:
         characters = int(min(rng.uniform(0.05, 1) * room, max(room - used, 150)))
         questions = 1 if chat.thinks else rng.randint(1, 24)
         kind = rng.random()
-        if kind < 0.55:
+        if kind < 0.4:
             facts = recall(rng, chat, characters, questions)
         elif kind < 0.85:
             glossary(rng, chat, min(characters, 4000), questions)

@@ -69,7 +69,7 @@ def test_chats_are_written_as_the_engine_writes_them(tokens: int, thinks: bool):
         text = "".join(text for text, _ in spans(asked, texts, opens=True))
         assert encoder.marked(text) == list(expected)
         roles |= {turn.role for turn in chat.turns}
-    assert roles == {"user", "assistant"} | ({"tool"} if tokens > 700 else set())
+    assert roles == {"user", "assistant"} | ({"tool", "system"} if tokens > 700 else set())
 
 
 @pytest.mark.parametrize("tokens", [1500, 6000])
