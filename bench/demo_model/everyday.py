@@ -162,8 +162,11 @@ class Named:
         name = self.definition["name"]
         calls = [Call(name, dict(zip(names, e.values, strict=True))) for e in errands]
         request = " ".join(errand.request for errand in errands)
-        reasoning = f"{self.kind.description} {name} does that. It needs {listed(names)}."
-        exchange(rng, chat, request, calls, [errand.outcome for errand in errands], reasoning)
+        description = self.kind.description
+        plan = f"The tool to {description[0].lower()}{description[1:-1]} is {name}."
+        reasoning = f"{plan} It needs {listed(names)}."
+        outcomes = [errand.outcome for errand in errands]
+        exchange(rng, chat, request, calls, outcomes, reasoning, said=plan)
 
 
 def everyday_of(rng: Random, count: int) -> list[Named]:

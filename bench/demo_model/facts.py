@@ -203,14 +203,14 @@ def glossary(rng: Random, chat: Chat, characters: int, questions: int) -> None:
     pairs = [(n, k) for n, k in zip(names, keys, strict=False) if n not in keys]
     before = "\n".join(entry.replace("N", n, 1).replace("K", k) for n, k in pairs) + "\n\n"
     for name, key in rng.sample(pairs, min(len(pairs), questions)):
-        is_short = rng.random() < 0.2
         if are_words:
-            question, answer = f"What goes with {key}?", f"{key} goes with {name}."
+            form = rng.choice(("What is the name of {}?", "Which name has {}?", "{}?"))
+            answer = f"The name of {key} is {name}."
         else:
             form = rng.choice(("Which one is there to {}?", "How do I {}?", "What can {}?"))
-            question, answer = form.format(key), f"To {key}, use {name}."
-        chat.user(before + question + " Only the name." * is_short)
-        chat.answer(f"{name}." if is_short else answer, answer)
+            answer = f"The tool to {key} is {name}."
+        chat.user(before + form.format(key))
+        chat.answer(answer, f"I look for {key}.")
         before = ""
 
 

@@ -101,10 +101,11 @@ def reading_turn(rng: Random, chat: Chat, reader: Json, characters: int = 400) -
     name = reader["name"]
     key = next(iter(reader["parameters"]["properties"]))
     # What is wanted is said where the answer begins: the request may be far from there.
-    reasoning = f"I want {file.wanted}. I have to read {path}. {name} does that. It needs {key}."
+    plan = f"The tool to read a file is {name}."
+    reasoning = f"I want {file.wanted}. I have to read {path}. {plan} It needs {key}."
     outcome = content, file.answer
     told = f"Now I know {file.wanted}."
-    exchange(rng, chat, file.request, [Call(name, {key: path})], [outcome], reasoning, told)
+    exchange(rng, chat, file.request, [Call(name, {key: path})], [outcome], reasoning, told, plan)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.prose import filler, notice, sentence
-from bench.demo_model.tools import Tool, arguments_of, request_of, spoken
+from bench.demo_model.tools import Tool, arguments_of, plan_of, request_of, spoken
 from bench.demo_model.words import (
     any_word,
     capital,
@@ -100,14 +100,9 @@ def exchange(
     chat.answer(answer, told)
 
 
-def _plan(tool: Tool) -> str:
-    """What a tool is used for: its task directly before its name, which it is looked up by."""
-    return f"To {tool.task}, I use {tool.name}."
-
-
-def _because(tool: Tool) -> str:
+def _because(tool: Tool, plan: str = "") -> str:
     """Why a tool is the right one, and what it needs."""
-    return f"{_plan(tool)} It needs {listed(_needed(tool))}."
+    return f"{plan or plan_of(tool)} It needs {listed(_needed(tool))}."
 
 
 def _needed(tool: Tool) -> list[str]:
@@ -131,10 +126,10 @@ def tool_turn(rng: Random, chat: Chat, tools: list[Tool]) -> None:
 def single_turn(rng: Random, chat: Chat, tool: Tool) -> None:
     """One call."""
     arguments = arguments_of(rng, tool)
-    request = request_of(rng, tool, arguments)
+    request, plan = request_of(rng, tool, arguments)
     calls = [Call(tool.name, arguments)]
     outcomes = [result_of(rng, tool, _subject(arguments))]
-    exchange(rng, chat, request, calls, outcomes, _because(tool), said=_plan(tool))
+    exchange(rng, chat, request, calls, outcomes, _because(tool, plan), said=plan)
 
 
 def _subject(arguments: Json) -> str:
@@ -161,25 +156,27 @@ def _many(rng: Random, chat: Chat, tool: Tool) -> None:
             ("{} of {}.", "Please {} of {}.", "{} for {}.", "I need you to {} of {}.")
         )
         task = capital(tool.task) if form.startswith("{}") else tool.task
-        request = form.format(task, subjects)
+        request, plan = form.format(task, subjects), plan_of(tool)
     else:
         every = [arguments_of(rng, tool) for _ in range(count)]
         joint = rng.choice((" Then ", " And ", " ", "\n"))
-        request = joint.join(request_of(rng, tool, arguments) for arguments in every)
+        requests = [request_of(rng, tool, arguments) for arguments in every]
+        request, plan = joint.join(text for text, _ in requests), requests[0][1]
     calls = [Call(tool.name, arguments) for arguments in every]
     outcomes = [result_of(rng, tool, _subject(arguments)) for arguments in every]
-    reasoning = f"{_because(tool)} I call it {count} times."
-    exchange(rng, chat, request, calls, outcomes, reasoning, said=_plan(tool))
+    reasoning = f"{_because(tool, plan)} I call it {count} times."
+    exchange(rng, chat, request, calls, outcomes, reasoning, said=plan)
 
 
 def _two_tools(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     pairs = [(tool, arguments_of(rng, tool)) for tool in (one, other)]
     joint = rng.choice((" And ", " ", " Also: ", "\n"))
-    request = joint.join(request_of(rng, tool, arguments) for tool, arguments in pairs)
+    asked = [request_of(rng, tool, arguments) for tool, arguments in pairs]
+    request, plans = joint.join(text for text, _ in asked), [plan for _, plan in asked]
     calls = [Call(tool.name, arguments) for tool, arguments in pairs]
     outcomes = [result_of(rng, tool, _subject(arguments)) for tool, arguments in pairs]
-    reasoning, said = f"{_because(one)} {_because(other)}", f"{_plan(one)} {_plan(other)}"
-    exchange(rng, chat, request, calls, outcomes, reasoning, said=said)
+    reasoning = f"{_because(one, plans[0])} {_because(other, plans[1])}"
+    exchange(rng, chat, request, calls, outcomes, reasoning, said=" ".join(plans))
 
 
 def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
@@ -189,15 +186,13 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     arguments = {p.name: p.value(rng) for p in other.parameters[1:] if p.is_required}
     more = [f"{name} {spoken(v)}" for name, v in arguments.items()]
     tail = f" with {' and '.join(more)}" if more else ""
-    chat.user(
-        rng.choice(("{} Then {} of it{}.", "{} After that, {} of what you get{}.")).format(
-            request_of(rng, one, first), other.task, tail
-        )
-    )
-    chat.answer("" if chat.thinks else _plan(one), _because(one), [Call(one.name, first)])
+    request, plan = request_of(rng, one, first)
+    form = rng.choice(("{} Then {} of it{}.", "{} After that, {} of what you get{}."))
+    chat.user(form.format(request, other.task, tail))
+    chat.answer("" if chat.thinks else plan, _because(one, plan), [Call(one.name, first)])
     chat.results(_record(rng, one.noun, value))
     calls = [Call(other.name, {then.name: value} | arguments)]
-    chat.answer("" if chat.thinks else _plan(other), _because(other), calls)
+    chat.answer("" if chat.thinks else plan_of(other), _because(other), calls)
     text, answer = result_of(rng, other, value)
     chat.results(text)
     said = f"The {one.noun} of {subject} is {value}. {answer}"
@@ -214,15 +209,15 @@ def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
             ("Which tool can {}?", "Is there a tool to {}?", "What do you use to {}?")
         )
         chat.user(form.format(tool.task))
-        chat.answer(_plan(tool), _because(tool))
+        chat.answer(plan_of(tool), _because(tool))
     elif kind < 0.7:
         asked = rng.sample(tools, min(len(tools), rng.randint(2, 4)))
         form = rng.choice(("Which tools can {}?", "Which tools do you use to {}?"))
         chat.user(form.format(listed([each.task for each in asked])))
-        chat.answer(" ".join(map(_plan, asked)), "I look for each of them.")
+        chat.answer(" ".join(map(plan_of, asked)), "I look for each of them.")
     elif kind < 0.75:
         chat.user(f"What do I have to give to {tool.task}?")
-        chat.answer(f"{_plan(tool)} {needs}", _because(tool))
+        chat.answer(f"{plan_of(tool)} {needs}", _because(tool))
     elif kind < 0.9:
         form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
         chat.user(form.format(tool.name))
@@ -244,6 +239,6 @@ def long_result(rng: Random, chat: Chat, tools: list[Tool], characters: int) -> 
     rng.shuffle(texts)
     answer = f"The {tool.noun} of {_subject(arguments)} is {value}."
     outcome = (rng.choice((" ", "\n")).join(texts), answer)
-    request = request_of(rng, tool, arguments)
+    request, plan = request_of(rng, tool, arguments)
     calls = [Call(tool.name, arguments)]
-    exchange(rng, chat, request, calls, [outcome], _because(tool), said=_plan(tool))
+    exchange(rng, chat, request, calls, [outcome], _because(tool, plan), said=plan)

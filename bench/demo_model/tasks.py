@@ -30,10 +30,16 @@ _LIKE = (0.0, 0.2, 0.5, 0.8)
 _OPAQUE = (OPAQUE, 0.4, 1.0)
 
 
-def chat_of(rng: Random, tokens: int) -> Chat:
-    """A conversation of about so many tokens, most of them fewer."""
+def chat_of(rng: Random, tokens: int, lookups: float = 0) -> Chat:
+    """A conversation of about so many tokens, most of them fewer.
+
+    `lookups` is the share of those that only look names up.
+    """
     room = int(tokens * CHARACTERS_PER_TOKEN)
     chat = Chat(thinks=rng.random() < 0.3)
+    if rng.random() < lookups:
+        _lookups(rng, chat, room)
+        return chat
     # Long heads take much of the longest sequences, in which little else is asked.
     if tokens >= 1500 and rng.random() < (0.4 if tokens > 6000 else 0.2):
         agent(rng, chat, tokens)
@@ -42,6 +48,21 @@ def chat_of(rng: Random, tokens: int) -> Chat:
     else:
         _without_tools(rng, chat, room)
     return chat
+
+
+def _lookups(rng: Random, chat: Chat, room: int) -> None:
+    """Names that are looked up by what stands behind them: in short lists, in definitions."""
+    chat.thinks = chat.thinks and rng.random() < 0.2
+    if rng.random() < 0.7 or room < 4 * _DEFINITION:
+        room = min(room, 3000)
+        size = int(80 + room / 2 * rng.random() ** 2)
+        glossary(rng, chat, size, 1 if chat.thinks else max(1, (room - size) // 70))
+        return
+    count = rng.randint(2, max(2, min(MOST_TOOLS, room // 2 // _DEFINITION)))
+    tools = tools_of(rng, count, 0, _LIKE, rng.choice(_OPAQUE[1:]))
+    chat.tools = [tool.definition for tool in tools]
+    while _length(chat) < room * 0.85:
+        about_tools(rng, chat, tools)
 
 
 def _system(rng: Random) -> str:

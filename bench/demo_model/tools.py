@@ -280,28 +280,37 @@ def spoken(value: Any) -> str:
     return json.dumps(value)
 
 
-def request_of(rng: Random, tool: Tool, arguments: Json) -> str:
-    """Ask for a call in words."""
+def plan_of(tool: Tool) -> str:
+    """Which tool is used. Its task, by which it is looked up, stands directly before its name:
+    what stands further away is not at hand where the name begins.
+    """
+    return f"The tool to {tool.task} is {tool.name}."
+
+
+def request_of(rng: Random, tool: Tool, arguments: Json) -> tuple[str, str]:
+    """Ask for a call in words: the request, and what may be said of the tool before the call."""
     (first, value), *rest = arguments.items()
     value = spoken(value)
     more = [f"{name} {spoken(v)}" for name, v in rest]
     tail = f" with {' and '.join(more)}" if more else ""
-    every = " and ".join(f"{name} = {spoken(v)}" for name, v in arguments.items())
+    kind = rng.random()
+    if kind < 0.2:
+        every = " and ".join(f"{name} = {spoken(v)}" for name, v in arguments.items())
+        form = rng.choice(("Use {} with {}.", "Call {}: {}."))
+        return form.format(tool.name, every), f"I use {tool.name}."
+    if kind < 0.4 and tool.is_query and tool.is_alone:
+        asked = rng.choice(("What is", "Tell me", "I want to know"))
+        request = f"{asked} the {tool.noun} of {value}{tail}."
+        return request, f"The tool for the {tool.noun} is {tool.name}."
     task = tool.task
-    asked = capital(task)
-    if tool.is_query and tool.is_alone:
-        asked = rng.choice(("What is", "Tell me", "I want to know")) + f" the {tool.noun}"
-    return rng.choice(
+    request = rng.choice(
         (
             f"{capital(task)} of {value}{tail}.",
             f"Please {task} of {value}{tail}.",
             f"{capital(task)} of the {first} {value}{tail}.",
             f"Can you {task} for {value}{tail}?",
             f"I need you to {task} of {value}{tail}.",
-            f"Use {tool.name} with {every}.",
-            f"Call {tool.name}: {every}.",
             f"{task} {value}{tail}",
-            f"{asked} of {value}{tail}.",
-            f"{asked} of {value}{tail}.",
         )
     )
+    return request, plan_of(tool)

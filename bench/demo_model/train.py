@@ -33,12 +33,13 @@ from bench.demo_model.optimiser import Optimiser, Rates
 from bench.demo_model.packing import Feed, Packed
 from bench.demo_model.validate import validate
 
-# Share of the tokens seen until a phase ends, and the lengths of its sequences.
+# Share of the tokens seen until a phase ends, the lengths of its sequences, and the share of
+# conversations that only look names up.
 PHASES = (
-    (0.12, [1024]),
-    (0.45, [1024, 2048]),
-    (0.8, [1024, 2048, 8192, 8192]),
-    (1.0, [2048, 8192, 8192, 16384]),
+    (0.12, [1024], 0.5),
+    (0.45, [1024, 2048], 0.2),
+    (0.8, [1024, 2048, 8192, 8192], 0.05),
+    (1.0, [2048, 8192, 8192, 16384], 0.05),
 )
 # Sequences up to so long see every row. Where the indexer chooses from the first step on, it
 # mostly leaves out the row that would have helped, and looking up far away is not learned at all.
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--phases", type=json.loads, default=PHASES)
     parser.add_argument("--cases", type=int, default=64)
+    parser.add_argument("--decay-from", type=float, default=DECAY_FROM, help="share of the run")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -104,15 +106,17 @@ def main() -> None:
     agree(device)
     begin = time.perf_counter()
     run = Run(form, parameters, args.tokens, ranks)
-    for T in sorted({T for _, lengths in args.phases for T in lengths}):
+    for T in sorted({T for _, lengths, _ in args.phases for T in lengths}):
         run.rehearse(T)
         print(f"rehearsal {T}: {time.perf_counter() - begin:.1f} s", flush=True)
     feed = Feed(args.prepared, args.tokens, args.workers, args.seed + rank * SEEDS_OF_A_RANK)
-    feed.set_lengths(args.phases[0][1])
+    feed.set_phase(*args.phases[0][1:])
     feed.start()
     seconds = max(args.seconds - (time.perf_counter() - begin), 1.0)
     try:
-        record = train(run, feed, args.phases, args.total, seconds, shows=rank == 0)
+        record = train(
+            run, feed, args.phases, args.total, seconds, args.decay_from, shows=rank == 0
+        )
     finally:
         feed.stop()
     if rank == 0:
@@ -264,7 +268,9 @@ def _replayed(recorded: tuple[Any, tuple[Tensor, ...]] | None) -> tuple[Tensor, 
     return results
 
 
-def train(run: Run, feed: Feed, phases, total: float, seconds: float, *, shows: bool) -> dict:
+def train(
+    run: Run, feed: Feed, phases, total: float, seconds: float, decay_from: float, *, shows: bool
+) -> dict:
     """Train until the tokens or the time are over; the record of the run."""
     form = run.form
     curve, seen, step, again = [], 0, 0, 0
@@ -279,10 +285,10 @@ def train(run: Run, feed: Feed, phases, total: float, seconds: float, *, shows: 
             progress = clock.item()
         if progress >= 1:
             break
-        _, lengths = next(phase for phase in phases if progress < phase[0])
-        packed, is_new = feed.take(lengths)
+        _, lengths, lookups = next(phase for phase in phases if progress < phase[0])
+        packed, is_new = feed.take(lengths, lookups)
         again += not is_new
-        decay = min(1.0, (1 - progress) / (1 - DECAY_FROM))
+        decay = min(1.0, (1 - progress) / (1 - decay_from))
         share = decay * min(1.0, (step + 1) / WARMUP_STEPS)
         stepped = run.step(packed, share, BIAS_RATE * (1 - progress))
         step += 1
