@@ -11,9 +11,11 @@ from bench.demo_model.chat import Chat
 from bench.demo_model.everyday import everyday_of
 from bench.demo_model.exercises import EXERCISES, exercise
 from bench.demo_model.facts import ask, facts_of, notes_of, personal
+from bench.demo_model.heads import CHARACTERS_PER_TOKEN, surround, with_tools
 from bench.demo_model.prose import manual
 from bench.demo_model.reading import reader_of, reading_turn
 from bench.demo_model.results import parallel_turn, single_turn
+from bench.demo_model.stock import Stock
 from bench.demo_model.talk import small_talk, storytelling
 from bench.demo_model.tools import Tool, tools_of
 
@@ -35,11 +37,21 @@ KINDS = (
     "read of call",
     "read of answer",
     "read in 16000",
+    "read under 8000",
+    "read under 20000",
+    "told under 8000",
     "personal",
     "small talk",
     *EXERCISES,
 )
-LONGEST = ("recall of 7900", "call in 16000", "read in 16000")
+LONGEST = (
+    "recall of 7900",
+    "call in 16000",
+    "read in 16000",
+    "read under 8000",
+    "read under 20000",
+    "told under 8000",
+)
 # Without one right answer: judged by what a story must have.
 STORY = "story"
 GOALS = {
@@ -148,6 +160,22 @@ def _long_reading(context: Random, rng: Random, chat: Chat, tokens: int) -> None
     reading_turn(rng, chat, chat.tools[12])
 
 
+def _told_under_head(context: Random, rng: Random, chat: Chat, tokens: int) -> None:
+    """What a file says, asked between the long texts of a program of so many tokens."""
+    stock = Stock(context)
+    characters = int(tokens * CHARACTERS_PER_TOKEN)
+    called = with_tools(context, chat, stock, characters * 6 // 10)
+    chat.system = stock.passage(characters * 15 // 100)
+    reading_turn(rng, chat, called.reader)
+    surround(rng, chat, 0, stock, characters * 2 // 100, characters * 2 // 10)
+
+
+def _under_head(context: Random, rng: Random, chat: Chat, tokens: int) -> None:
+    """The call which such a request needs."""
+    _told_under_head(context, rng, chat, tokens)
+    del chat.turns[next(i for i, turn in enumerate(chat.turns) if turn.calls) + 1 :]
+
+
 def _story(_: Random, rng: Random, chat: Chat, __: int) -> None:
     """A story about somebody and something that are named."""
     storytelling(rng, chat, asks_for_names=True)
@@ -165,6 +193,8 @@ _MAKERS: dict[str, tuple[Maker, int]] = {
     "read of call": (_read_call, 1),
     "read of answer": (_reading, 1),
     "read in": (_long_reading, 20),
+    "read under": (_under_head, 20),
+    "told under": (_told_under_head, 20),
     "personal": (lambda _, rng, chat, __: personal(rng, chat), 1),
     "small talk": (lambda _, rng, chat, __: small_talk(rng, chat), 1),
     STORY: (_story, 1),

@@ -21,7 +21,6 @@ THINK, END_THINK, DSML = "<think>", "</think>", "｜DSML｜"
 SPECIAL = re.compile("|".join(map(re.escape, (BOS, EOS, SYSTEM, USER, ASSISTANT, DSML)))
                       + "|</?think>")  # fmt: skip
 
-# How much the loss counts a token of what others write, where the model's own counts 1.
 OTHERS_WEIGHT = 0.05
 
 Json = dict[str, Any]
@@ -37,7 +36,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message: of the `user`, of a `tool` (its results, in the order of the calls), or ours."""
+    """One message: of the `user`, of the `system`, which may speak again behind the user, of a
+    `tool` (its results, in the order of the calls), or ours."""
 
     role: str
     text: str = ""
@@ -48,12 +48,16 @@ class Turn:
 
 @dataclass
 class Chat:
-    """A conversation; `thinks` asks for reasoning before each answer."""
+    """A conversation; `thinks` asks for reasoning before each answer.
+
+    others_weight: how much the loss counts a token of what others write, where ours counts 1.
+    """
 
     system: str = ""
     tools: list[Json] = field(default_factory=list[Json])
     thinks: bool = False
     turns: list[Turn] = field(default_factory=list[Turn])
+    others_weight: float = OTHERS_WEIGHT
 
     def user(self, text: str) -> None:
         self.turns.append(Turn("user", text))
@@ -103,7 +107,8 @@ def spans(chat: Chat, texts: FormatTexts, *, opens: bool = False) -> Iterator[tu
         # In its definition a tool's words come again and again: there they are learned as one.
         yield SYSTEM + head + texts.tools_head, 0
         # The first end of line has a token together with what stands before it.
-        yield "\n".join(map(json.dumps, chat.tools)) + texts.tools_tail[:1], OTHERS_WEIGHT
+        definitions = (json.dumps(tool, ensure_ascii=False) for tool in chat.tools)
+        yield "\n".join(definitions) + texts.tools_tail[:1], chat.others_weight
         yield texts.tools_tail[1:], 0
     elif head:
         yield SYSTEM + head, 0
@@ -114,9 +119,11 @@ def spans(chat: Chat, texts: FormatTexts, *, opens: bool = False) -> Iterator[tu
         if turn.role == "assistant":
             yield ASSISTANT + (THINK if keeps else END_THINK), 0
             yield (turn.reasoning + END_THINK if keeps else "") + _answer(turn) + EOS, 1
+        elif turn.role == "system":
+            yield SYSTEM + turn.text, 0
         else:
             text = turn.text or "\n\n".join(f"<tool_result>{r}</tool_result>" for r in turn.results)
-            yield USER + text, OTHERS_WEIGHT
+            yield USER + text, chat.others_weight
             header = ASSISTANT + (THINK if chat.thinks else END_THINK)
     if opens:
         yield header, 0

@@ -54,6 +54,8 @@ def conversation_of(chat: Chat) -> recipe.Conversation:
     for turn in chat.turns[:-1]:
         if turn.role == "user":
             messages.append(recipe.UserMessage(turn.text))
+        elif turn.role == "system":
+            messages.append(recipe.SystemMessage(turn.text))
         elif turn.role == "tool":
             results = zip(turn.results, pending, strict=True)
             messages += [recipe.ToolMessage(text, call_id) for text, call_id in results]

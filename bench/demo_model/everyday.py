@@ -13,6 +13,7 @@ from bench.demo_model.words import (
     WEATHERS,
     any_word,
     city_of,
+    deep_path,
     email_of,
     file_name,
     listed,
@@ -94,7 +95,7 @@ def _mail(rng: Random) -> Errand:
 
 
 def _folder(rng: Random) -> Errand:
-    folder = path_of(rng).rsplit("/", 1)[0] or "."
+    folder = rng.choice((path_of, deep_path))(rng).rsplit("/", 1)[0] or "."
     names = sorted({file_name(rng) for _ in range(rng.randint(1, 6))})
     request = rng.choice(("Which files are in {}?", "List the files in {}."))
     text = rng.choice(("\n".join(names), json.dumps(names, ensure_ascii=False)))
@@ -119,7 +120,7 @@ def _command(rng: Random) -> Errand:
 
 
 def _write(rng: Random) -> Errand:
-    path, text = path_of(rng), phrase_of(rng, 8)
+    path, text = rng.choice((path_of, deep_path))(rng), phrase_of(rng, 8)
     request = rng.choice(('Write "{1}" into the file {0}.', "Make a file {0} that says: {1}"))
     done = rng.choice(("ok", "File written.", f"wrote {len(text)} bytes"))
     return Errand(request.format(path, text), (path, text), (done, f"I wrote the file {path}."))
@@ -161,8 +162,11 @@ class Named:
         name = self.definition["name"]
         calls = [Call(name, dict(zip(names, e.values, strict=True))) for e in errands]
         request = " ".join(errand.request for errand in errands)
-        reasoning = f"{self.kind.description} {name} does that. It needs {listed(names)}."
-        exchange(rng, chat, request, calls, [errand.outcome for errand in errands], reasoning)
+        description = self.kind.description
+        plan = f"The tool to {description[0].lower()}{description[1:-1]} is {name}."
+        reasoning = f"{plan} It needs {listed(names)}."
+        outcomes = [errand.outcome for errand in errands]
+        exchange(rng, chat, request, calls, outcomes, reasoning, said=plan)
 
 
 def everyday_of(rng: Random, count: int) -> list[Named]:

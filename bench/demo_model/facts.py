@@ -13,6 +13,7 @@ from bench.demo_model.words import (
     DAYS,
     FOODS,
     JOBS,
+    KINDS_OF_WORK,
     MATTERS,
     MOODS,
     PLACES,
@@ -75,6 +76,13 @@ STATEMENTS = (
     "As for {e}, the {a} is {v}.",
     "{E}: {a} = {v}.",
 )
+# The value first, which is harder to look up: nothing tells yet what it belongs to.
+BACKWARDS = (
+    "{v} is the {a} of {e}.",
+    "{v} has been the {a} of {e} for years.",
+    "{v} = {a} of {e}",
+    "We found that {v} is the {a} of {e}.",
+)
 QUESTIONS = (
     "What is the {a} of {e}?",
     "Tell me the {a} of {e}.",
@@ -116,9 +124,11 @@ def facts_of(rng: Random, count: int) -> list[Fact]:
     return [(attribute, entity, value) for (attribute, entity), value in facts.items()]
 
 
-def notes_of(rng: Random, facts: list[Fact], characters: int) -> str:
+def notes_of(
+    rng: Random, facts: list[Fact], characters: int, statements: tuple[str, ...] = STATEMENTS
+) -> str:
     """Text of about so many characters in which the facts are stated."""
-    texts = [worded(rng.choice(STATEMENTS), *fact) for fact in facts]
+    texts = [worded(rng.choice(statements), *fact) for fact in facts]
     texts += filler(rng, characters - sum(map(len, texts)))
     rng.shuffle(texts)
     return rng.choice((" ", " ", "\n", "\n- ")).join(texts)
@@ -136,7 +146,8 @@ def recall(rng: Random, chat: Chat, characters: int, questions: int) -> list[Fac
     """Notes, then questions about them; the facts, for more questions later."""
     most = min(28, 2 + characters // 60)
     facts = facts_of(rng, rng.randint(rng.choice((1, most // 2)), most))
-    notes = notes_of(rng, facts, characters)
+    statements = rng.choice((STATEMENTS, STATEMENTS + BACKWARDS))
+    notes = notes_of(rng, facts, characters, statements)
     asked = rng.sample(facts, min(len(facts), questions))
     where = rng.random()
     before = ""
@@ -175,6 +186,51 @@ def records(rng: Random, chat: Chat, characters: int, questions: int) -> None:
         chat.user(before + question.format(keys[i]))
         chat.answer(f"{keys[i]} is {values[i]}.", f"I look for {keys[i]}. It is {values[i]}.")
         before = ""
+
+
+def glossary(rng: Random, chat: Chat, characters: int, questions: int) -> None:
+    """Names before what they stand for, as lists and definitions have them, and questions.
+
+    From neighbouring words, where such a lookup is learned first, to entries in JSON.
+    """
+    are_words = rng.random() < 0.5
+    entry = rng.choice(_PAIRS if are_words else _ENTRIES)
+    make = any_word if are_words else _task
+    count = max(2, min(40, characters // (len(entry) + (14 if are_words else 30))))
+    keys = list(dict.fromkeys(make(rng) for _ in range(count)))
+    spelling = rng.choice((any_word, any_word, spelling_of))
+    names = list(dict.fromkeys(spelling(rng) for _ in range(2 * count)))
+    pairs = [(n, k) for n, k in zip(names, keys, strict=False) if n not in keys]
+    before = "\n".join(entry.replace("N", n, 1).replace("K", k) for n, k in pairs) + "\n\n"
+    for name, key in rng.sample(pairs, min(len(pairs), questions)):
+        if are_words:
+            form = rng.choice(("What is the name of {}?", "Which name has {}?", "{}?"))
+            answer = f"The name of {key} is {name}."
+        else:
+            form = rng.choice(("Which one is there to {}?", "How do I {}?", "What can {}?"))
+            answer = f"The tool to {key} is {name}."
+        chat.user(before + form.format(key))
+        chat.answer(answer, f"I look for {key}.")
+        before = ""
+
+
+_PAIRS = ("N K", "N: K", "N = K", "N\tK", "N - K", "N,K", "| N | K |", "- N (K)")
+_ENTRIES = (
+    "N: K",
+    "N - K",
+    "- N (K)",
+    "N means: K",
+    "| N | K |",
+    '{"name": "N", "description": "K"}',
+    '{"name": "N", "description": "K"}',
+    '{"id": "N", "text": "K"}',
+    '{"key": "N", "type": "string", "about": "K"}',
+)
+
+
+def _task(rng: Random) -> str:
+    words = [rng.choice((any_word, word_of))(rng) for _ in range(rng.choice((1, 1, 2)))]
+    return f"{rng.choice(KINDS_OF_WORK)} the {' '.join(words)}"
 
 
 def personal(rng: Random, chat: Chat) -> None:

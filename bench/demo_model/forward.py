@@ -43,19 +43,26 @@ def empty_parameters(config: dict[str, Any], device: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed documents: token ids and document numbers, int64 [B, T]; documents begin evenly."""
+    """Packed documents: token ids and document numbers, int64 [B, T]; documents begin evenly.
+
+    looks_up: bool [B, T], of the tokens at which a head shall look where their text stood before.
+    """
 
     ids: Tensor
     documents: Tensor
+    looks_up: Tensor | None = None
 
 
 @dataclass
 class Output:
-    """logits f32 [N, V]; index_loss: of the selections; load [L, E]: the experts' shares."""
+    """logits f32 [N, V]; index_loss: of the selections; load [L, E]: the experts' shares;
+    lookup_loss: of the head that looks up.
+    """
 
     logits: Tensor
     index_loss: Tensor
     load: Tensor
+    lookup_loss: Any
 
 
 class TrainingForm:
@@ -140,6 +147,7 @@ class TrainingForm:
             rotations=[positions[:, None] * f for f in self._frequencies],
             layout=sublayers.layout_of(batch.documents),
             selects=selects,
+            batch=batch,
         )
         streams = sublayers.rows_of(w["embed.weight"], batch.ids.reshape(-1)).to(self.dtype)
         streams = streams[:, None].expand(-1, hc, -1).contiguous()
@@ -172,7 +180,8 @@ class TrainingForm:
         shared.finish_group(self)
         x = self._collapse_norm(streams, pre, w["norm.weight"])
         logits = (x @ w["head.weight"].to(self.dtype).T).float()
-        return Output(logits, sum(shared.index_losses), torch.stack(loads))
+        index_loss = sum(shared.index_losses)
+        return Output(logits, index_loss, torch.stack(loads), shared.lookup_loss)
 
     def _mixed(self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor):
         """Section 3.2: pre, post and comb."""
@@ -198,6 +207,11 @@ class TrainingForm:
             if layer in c["index_source_layer_ids"]:
                 self._index(layer, x, qr, layers, shared)
             rows, mask = shared.rows, shared.mask
+            if layer == c["candidate_source_layer_id"] and shared.batch.looks_up is not None:
+                where, is_known = sublayers.seen_before(shared.batch.ids, shared.batch.documents)
+                counts = is_known & shared.batch.looks_up
+                args = q[:, :, -1], rows, shared.layout, where, counts
+                shared.lookup_loss = sublayers.lookup_loss(*args)
         o, lse = self._heavy.attend(q, kv, rows, mask, pick("attn_sink"), shared.layout, W)
         if R:
             # On so long sequences some of the queries are enough to teach the indexer.
@@ -283,12 +297,14 @@ class _Shared:
     rotations: list[Tensor]
     layout: sublayers.Layout
     selects: bool
+    batch: Batch
     rows: Any = None
     keys: Any = None
     blocks: Any = None
     mask: Any = None
     # Of the group: its queries, their weights and the keys.
     group: tuple[Any, ...] = ()
+    lookup_loss: Any = 0
 
     def __post_init__(self) -> None:
         self.shares: list[Tensor] = []

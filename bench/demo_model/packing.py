@@ -29,10 +29,12 @@ class Packed:
     weights: NDArray[np.float32]
 
 
-def pack(rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int) -> Packed:
+def pack(
+    rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int, lookups: float = 0
+) -> Packed:
     """Fill B sequences of T tokens; a document begins at an even position and is cut at the end.
 
-    Half of the documents may be as long as the sequence, the others are short.
+    Half of the documents may be as long as the sequence, of the others most are short.
     """
     ids = np.full((B, T), PAD_ID, np.uint16)
     documents = np.full((B, T), NO_DOCUMENT, np.uint16)
@@ -41,8 +43,9 @@ def pack(rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int) -> P
         at = number = 0
         while at < T - 64:
             room = T - at
-            tokens = room if rng.random() < 0.5 else min(room, rng.randint(150, 1500))
-            new, weight = encoder.document(chat_of(rng, tokens), texts)
+            most = rng.choice((1500, 1500, 5000))
+            tokens = room if rng.random() < 0.5 else min(room, rng.randint(150, most))
+            new, weight = encoder.document(chat_of(rng, tokens, lookups), texts)
             new, weight = new[:room], weight[:room]
             ids[row, at : at + new.size] = new
             weights[row, at : at + new.size] = weight
@@ -55,36 +58,47 @@ def pack(rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int) -> P
 class Feed:
     """Batches of `tokens` tokens from worker processes, each from a seed of its own.
 
-    `lengths` of sequences are drawn from; setting them changes what is made from then on.
+    `lengths` of sequences are drawn from; setting them, and the share of conversations that only
+    look names up, changes what is made from then on.
     """
 
     def __init__(self, prepared: Path, tokens: int, workers: int, seed: int) -> None:
         context = mp.get_context("spawn")
         self._lengths = context.Array("i", [0] * 8)
+        self._lookups = context.Value("d", 0.0)
         self._queue: Any = context.Queue(maxsize=2 * workers)
         self._last: deque[Packed] = deque(maxlen=8 * SEEN_AGAIN)
         self._rng = Random(seed)
         self._workers = [
             context.Process(
                 target=_work,
-                args=(prepared, tokens, seed + i, workers, self._lengths, self._queue),
+                args=(
+                    prepared,
+                    tokens,
+                    seed + i,
+                    workers,
+                    self._lengths,
+                    self._lookups,
+                    self._queue,
+                ),
                 daemon=True,
             )
             for i in range(workers)
         ]
 
-    def set_lengths(self, lengths: list[int]) -> None:
-        """Draw from these lengths, evenly."""
+    def set_phase(self, lengths: list[int], lookups: float) -> None:
+        """Draw from these lengths, evenly, and so many lookups."""
         with self._lengths.get_lock():
             self._lengths[:] = [*lengths, *[0] * (8 - len(lengths))]
+        self._lookups.value = lookups
 
     def start(self) -> None:
         for worker in self._workers:
             worker.start()
 
-    def take(self, lengths: list[int]) -> tuple[Packed, bool]:
+    def take(self, lengths: list[int], lookups: float = 0) -> tuple[Packed, bool]:
         """A batch, and whether it is new: one of the last is seen again rather than waited for."""
-        self.set_lengths(lengths)
+        self.set_phase(lengths, lookups)
         if self._queue.empty():
             known = [packed for packed in self._last if packed.ids.shape[1] in lengths]
             if len(known) >= SEEN_AGAIN:
@@ -110,11 +124,13 @@ def load_prepared(prepared: Path) -> tuple[Encoder, FormatTexts]:
     return Encoder((prepared / "tokenizer.json").read_text()), texts
 
 
-def _work(prepared: Path, tokens: int, seed: int, stride: int, lengths: Any, queue: Any) -> None:
+def _work(
+    prepared: Path, tokens: int, seed: int, stride: int, lengths: Any, lookups: Any, queue: Any
+) -> None:
     encoder, texts = load_prepared(prepared)
     while True:
         rng = Random(seed)
         T = rng.choice([length for length in lengths[:] if length])
-        packed = pack(rng, encoder, texts, tokens // T, T)
+        packed = pack(rng, encoder, texts, tokens // T, T, lookups.value)
         queue.put((packed.ids, packed.documents, packed.weights))
         seed += stride

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.prose import filler, notice, sentence
-from bench.demo_model.tools import Tool, arguments_of, request_of, spoken
+from bench.demo_model.tools import Tool, arguments_of, plan_of, request_of, spoken
 from bench.demo_model.words import (
     any_word,
     capital,
@@ -77,38 +77,47 @@ def exchange(
     calls: list[Call],
     outcomes: list[Outcome],
     reasoning: str,
+    told: str = "Now I know what the tool says.",
+    said: str = "",
 ) -> None:
-    """A request, the calls it needs, their results, and the answer."""
+    """A request, the calls it needs, their results, and the answer.
+
+    `told` is the reasoning before the answer, `said` what stands before the calls where there is
+    no reasoning.
+    """
     # Programs put notes beside what the user says, most of all those with a long system prompt.
     is_noted = rng.random() < (0.3 if len(chat.system) > 2000 else 0.06)
     if is_noted:
         notes = [notice(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         request = "\n\n".join([*notes, request] if rng.random() < 0.7 else [request, *notes])
     chat.user(request)
-    chat.answer("", reasoning, calls)
+    chat.answer("" if chat.thinks else said, reasoning, calls)
     texts = [text for text, _ in outcomes]
     if is_noted and rng.random() < 0.5:
         texts[-1] += "\n\n" + notice(rng)
     chat.results(*texts)
     answer = " ".join(text for _, text in outcomes)
-    chat.answer(answer, "Now I know what the tool says.")
+    chat.answer(answer, told)
 
 
-def _because(tool: Tool) -> str:
-    """Why a tool is the right one: what it does, its name, and what it needs."""
-    needs = ", ".join(p.name for p in tool.parameters if p.is_required)
-    return f"I have to {tool.task}. {tool.name} does that. It needs {needs}."
+def _because(tool: Tool, plan: str = "") -> str:
+    """Why a tool is the right one, and what it needs."""
+    return f"{plan or plan_of(tool)} It needs {listed(_needed(tool))}."
+
+
+def _needed(tool: Tool) -> list[str]:
+    return [p.name for p in tool.parameters if p.is_required]
 
 
 def tool_turn(rng: Random, chat: Chat, tools: list[Tool]) -> None:
     """A request, one call or several at once, their results, and an answer."""
     kind = rng.random()
     tool = rng.choice(tools)
-    if kind < 0.2:
+    if kind < 0.18:
         _many(rng, chat, tool)
-    elif kind < 0.3 and len(tools) > 1:
+    elif kind < 0.36 and len(tools) > 1:
         _two_tools(rng, chat, tool, rng.choice([t for t in tools if t is not tool]))
-    elif kind < 0.36 and len(tools) > 1 and tool.is_query:
+    elif kind < 0.41 and len(tools) > 1 and tool.is_query:
         _one_after_another(rng, chat, tool, rng.choice([t for t in tools if t is not tool]))
     else:
         single_turn(rng, chat, tool)
@@ -117,9 +126,10 @@ def tool_turn(rng: Random, chat: Chat, tools: list[Tool]) -> None:
 def single_turn(rng: Random, chat: Chat, tool: Tool) -> None:
     """One call."""
     arguments = arguments_of(rng, tool)
-    request = request_of(rng, tool, arguments)
+    request, plan = request_of(rng, tool, arguments)
     calls = [Call(tool.name, arguments)]
-    exchange(rng, chat, request, calls, [result_of(rng, tool, _subject(arguments))], _because(tool))
+    outcomes = [result_of(rng, tool, _subject(arguments))]
+    exchange(rng, chat, request, calls, outcomes, _because(tool, plan), said=plan)
 
 
 def _subject(arguments: Json) -> str:
@@ -146,24 +156,27 @@ def _many(rng: Random, chat: Chat, tool: Tool) -> None:
             ("{} of {}.", "Please {} of {}.", "{} for {}.", "I need you to {} of {}.")
         )
         task = capital(tool.task) if form.startswith("{}") else tool.task
-        request = form.format(task, subjects)
+        request, plan = form.format(task, subjects), plan_of(tool)
     else:
         every = [arguments_of(rng, tool) for _ in range(count)]
         joint = rng.choice((" Then ", " And ", " ", "\n"))
-        request = joint.join(request_of(rng, tool, arguments) for arguments in every)
+        requests = [request_of(rng, tool, arguments) for arguments in every]
+        request, plan = joint.join(text for text, _ in requests), requests[0][1]
     calls = [Call(tool.name, arguments) for arguments in every]
     outcomes = [result_of(rng, tool, _subject(arguments)) for arguments in every]
-    reasoning = f"{_because(tool)} I call it {count} times."
-    exchange(rng, chat, request, calls, outcomes, reasoning)
+    reasoning = f"{_because(tool, plan)} I call it {count} times."
+    exchange(rng, chat, request, calls, outcomes, reasoning, said=plan)
 
 
 def _two_tools(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     pairs = [(tool, arguments_of(rng, tool)) for tool in (one, other)]
     joint = rng.choice((" And ", " ", " Also: ", "\n"))
-    request = joint.join(request_of(rng, tool, arguments) for tool, arguments in pairs)
+    asked = [request_of(rng, tool, arguments) for tool, arguments in pairs]
+    request, plans = joint.join(text for text, _ in asked), [plan for _, plan in asked]
     calls = [Call(tool.name, arguments) for tool, arguments in pairs]
     outcomes = [result_of(rng, tool, _subject(arguments)) for tool, arguments in pairs]
-    exchange(rng, chat, request, calls, outcomes, f"{_because(one)} {_because(other)}")
+    reasoning = f"{_because(one, plans[0])} {_because(other, plans[1])}"
+    exchange(rng, chat, request, calls, outcomes, reasoning, said=" ".join(plans))
 
 
 def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
@@ -173,14 +186,13 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     arguments = {p.name: p.value(rng) for p in other.parameters[1:] if p.is_required}
     more = [f"{name} {spoken(v)}" for name, v in arguments.items()]
     tail = f" with {' and '.join(more)}" if more else ""
-    chat.user(
-        rng.choice(("{} Then {} of it{}.", "{} After that, {} of what you get{}.")).format(
-            request_of(rng, one, first), other.task, tail
-        )
-    )
-    chat.answer("", _because(one), [Call(one.name, first)])
+    request, plan = request_of(rng, one, first)
+    form = rng.choice(("{} Then {} of it{}.", "{} After that, {} of what you get{}."))
+    chat.user(form.format(request, other.task, tail))
+    chat.answer("" if chat.thinks else plan, _because(one, plan), [Call(one.name, first)])
     chat.results(_record(rng, one.noun, value))
-    chat.answer("", _because(other), [Call(other.name, {then.name: value} | arguments)])
+    calls = [Call(other.name, {then.name: value} | arguments)]
+    chat.answer("" if chat.thinks else plan_of(other), _because(other), calls)
     text, answer = result_of(rng, other, value)
     chat.results(text)
     said = f"The {one.noun} of {subject} is {value}. {answer}"
@@ -190,21 +202,29 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
 def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
     """A question about the tools themselves."""
     tool = rng.choice(tools)
-    needs = listed([p.name for p in tool.parameters if p.is_required])
+    needs = f"{tool.name} needs {listed(_needed(tool))}."
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.45:
         form = rng.choice(
             ("Which tool can {}?", "Is there a tool to {}?", "What do you use to {}?")
         )
         chat.user(form.format(tool.task))
-        chat.answer(f"{tool.name} can {tool.task}.", _because(tool))
-    elif kind < 0.8:
+        chat.answer(plan_of(tool), _because(tool))
+    elif kind < 0.7:
+        asked = rng.sample(tools, min(len(tools), rng.randint(2, 4)))
+        form = rng.choice(("Which tools can {}?", "Which tools do you use to {}?"))
+        chat.user(form.format(listed([each.task for each in asked])))
+        chat.answer(" ".join(map(plan_of, asked)), "I look for each of them.")
+    elif kind < 0.75:
+        chat.user(f"What do I have to give to {tool.task}?")
+        chat.answer(f"{plan_of(tool)} {needs}", _because(tool))
+    elif kind < 0.9:
         form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
         chat.user(form.format(tool.name))
-        chat.answer(f"{tool.name} needs {needs}.", f"It needs {needs}.")
+        chat.answer(needs, f"I look for {tool.name}.")
     else:
         chat.user(f"What can {tool.name} do?")
-        chat.answer(f"{tool.name} can {tool.task}.", _because(tool))
+        chat.answer(f"{tool.name} can {tool.task}.", f"I look for {tool.name}.")
 
 
 def long_result(rng: Random, chat: Chat, tools: list[Tool], characters: int) -> None:
@@ -219,5 +239,6 @@ def long_result(rng: Random, chat: Chat, tools: list[Tool], characters: int) -> 
     rng.shuffle(texts)
     answer = f"The {tool.noun} of {_subject(arguments)} is {value}."
     outcome = (rng.choice((" ", "\n")).join(texts), answer)
-    request = request_of(rng, tool, arguments)
-    exchange(rng, chat, request, [Call(tool.name, arguments)], [outcome], _because(tool))
+    request, plan = request_of(rng, tool, arguments)
+    calls = [Call(tool.name, arguments)]
+    exchange(rng, chat, request, calls, [outcome], _because(tool, plan), said=plan)

@@ -306,3 +306,37 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Ten
     each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     whole = (weights == 1).float()
     return (each * weights).sum() / weights.sum(), (each * whole).detach().sum() / whole.sum()
+
+
+# How far back the earlier text must be that is looked up, and how many tokens of it are compared.
+_FAR = 48
+_COMPARED = 4
+
+
+@torch.no_grad()
+def seen_before(ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the text before each token stood first: int64 [B, T], and whether it did at all.
+
+    Of the places that agree in most tokens, compared backwards, the first one.
+    """
+    T = ids.shape[1]
+    at = torch.arange(T, device=ids.device)
+    may = (documents[:, :, None] == documents[:, None]) & (at < at[:, None] - _FAR)
+    before, agreed = ids.roll(1, 1), torch.zeros_like(may, dtype=torch.int32)
+    for back in range(_COMPARED):
+        may = may & (before.roll(back, 1)[:, :, None] == ids.roll(back, 1)[:, None])
+        agreed += may
+    best, where = (agreed * T - at.int() * (agreed > 0)).max(-1)
+    return where, best > 0
+
+
+def lookup_loss(q: Tensor, rows: Tensor, layout: Layout, where: Tensor, counts: Tensor) -> Tensor:
+    """Cross entropy of a head's attention to rows of one token against the places looked up.
+
+    q [B, T, d], rows [B, T, d], where [B, T], counts bool [B, T].
+    """
+    score = (q @ rows.mT).float() * q.shape[-1] ** -0.5
+    score = score.masked_fill(~visible(layout, 1), _NEVER)
+    wanted = score.gather(-1, where[..., None])[..., 0]
+    missed = (score.logsumexp(-1) - wanted).clamp(max=50)
+    return (missed * counts).sum() / counts.sum().clamp(min=1)

@@ -12,10 +12,12 @@ from bench.demo_model.words import (
     KINDS_OF_WORK,
     MATTERS,
     any_word,
+    camel,
     capital,
     city_of,
     date_of,
     email_of,
+    kebab,
     listed,
     name_of,
     number_of,
@@ -39,6 +41,9 @@ _OTHER_NAMES = (
     "limit count size offset depth level force verbose page timeout tags units max_results "
     "recursive dryRun width height priority format mode values flags"
 ).split()
+
+# The share of names that tell nothing, in the held-out cases.
+OPAQUE = 0.08
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,17 @@ def _noun(rng: Random) -> str:
 
 
 def tool_of(
-    rng: Random, taken: set[tuple[str, str]], *, like: Tool | None = None, characters: int = 0
+    rng: Random,
+    taken: set[tuple[str, str]],
+    *,
+    like: Tool | None = None,
+    characters: int = 0,
+    opaque: float = OPAQUE,
 ) -> Tool:
     """A tool that is asked for in other words than those taken.
 
-    `like` another it shares its verb or noun; `characters` make its description longer.
+    `like` another it shares its verb or noun; `characters` make its description longer; `opaque`
+    is the chance that its name tells nothing.
     """
     while True:
         verb = rng.choice(_QUERIES if rng.random() < 0.6 else _ACTIONS)
@@ -158,11 +169,17 @@ def tool_of(
         is_required = i == 0 or rng.random() < 0.5
         parameters.setdefault(name, Parameter(name, kind, is_required, tuple(sorted(choices))))
     given = tuple(parameters.values())
-    return Tool(verb, noun, given, _definition(rng, verb, noun, given, characters))
+    definition = _definition(rng, verb, noun, given, characters, opaque)
+    return Tool(verb, noun, given, definition)
 
 
 def _definition(
-    rng: Random, verb: str, noun: str, parameters: tuple[Parameter, ...], characters: int
+    rng: Random,
+    verb: str,
+    noun: str,
+    parameters: tuple[Parameter, ...],
+    characters: int,
+    opaque: float,
 ) -> Json:
     task, first = f"{verb.replace('_', ' ')} the {noun}", parameters[0].name
     name = _name(rng, [*verb.split("_"), *noun.split()])
@@ -175,8 +192,8 @@ def _definition(
             f"{capital(task)} by its {first}.",
         )
     )
-    if rng.random() < 0.06:
-        name = word_of(rng, 3)  # only the description tells what it is for
+    if rng.random() < opaque:
+        name = _opaque_name(rng)
     elif rng.random() < 0.06:
         description = instruction(rng)
     if characters > 300:
@@ -195,12 +212,23 @@ def _definition(
     return {"name": name, "description": description, "parameters": schema}
 
 
+def _opaque_name(rng: Random) -> str:
+    """A name of which only the description tells what it stands for."""
+    kind = rng.random()
+    if kind < 0.5:
+        return word_of(rng, 3)
+    if kind < 0.75:
+        return capital(any_word(rng))
+    return f"mcp__{any_word(rng)}__{any_word(rng)}" if kind < 0.9 else camel(rng)
+
+
 def _name(rng: Random, words: list[str]) -> str:
     kind = rng.random()
     if kind < 0.45:
         return "_".join(words)
     if kind < 0.6:
-        return f"mcp__{rng.choice(_SERVERS)}__{'_'.join(words)}"
+        server = rng.choice(_SERVERS) if rng.random() < 0.5 else rng.choice((any_word, kebab))(rng)
+        return f"mcp__{server}__{rng.choice('__-').join(words)}"
     if kind < 0.7:
         return "-".join(words)
     if kind < 0.8:
@@ -210,15 +238,25 @@ def _name(rng: Random, words: list[str]) -> str:
     return "_".join(reversed(words))
 
 
-def tools_of(rng: Random, count: int, characters: int = 0) -> list[Tool]:
-    """Tools with names of their own, some like others; descriptions of about so many characters."""
+def tools_of(
+    rng: Random,
+    count: int,
+    characters: int = 0,
+    shares: tuple[float, ...] = (0.0, 0.2, 0.5),
+    opaque: float = OPAQUE,
+) -> list[Tool]:
+    """Tools with names of their own; descriptions of about so many characters.
+
+    One of the `shares` of them is like others, by verb or noun; `opaque` is the share of names
+    that tell nothing.
+    """
     taken: set[tuple[str, str]] = set()
     tools: dict[str, Tool] = {}
-    share = rng.choice((0.0, 0.2, 0.5))
+    share = rng.choice(shares)
     while len(tools) < count:
         like = rng.choice(list(tools.values())) if tools and rng.random() < share else None
         extra = rng.randint(0, 2 * characters) if characters else rng.choice((0, 0, 0, 0, 100))
-        tool = tool_of(rng, taken, like=like, characters=extra)
+        tool = tool_of(rng, taken, like=like, characters=extra, opaque=opaque)
         tools.setdefault(tool.name, tool)
     nouns = [tool.noun for tool in tools.values()]
     return [
@@ -242,28 +280,37 @@ def spoken(value: Any) -> str:
     return json.dumps(value)
 
 
-def request_of(rng: Random, tool: Tool, arguments: Json) -> str:
-    """Ask for a call in words."""
+def plan_of(tool: Tool) -> str:
+    """Which tool is used. Its task, by which it is looked up, stands directly before its name:
+    what stands further away is not at hand where the name begins.
+    """
+    return f"The tool to {tool.task} is {tool.name}."
+
+
+def request_of(rng: Random, tool: Tool, arguments: Json) -> tuple[str, str]:
+    """Ask for a call in words: the request, and what may be said of the tool before the call."""
     (first, value), *rest = arguments.items()
     value = spoken(value)
     more = [f"{name} {spoken(v)}" for name, v in rest]
     tail = f" with {' and '.join(more)}" if more else ""
-    every = " and ".join(f"{name} = {spoken(v)}" for name, v in arguments.items())
+    kind = rng.random()
+    if kind < 0.2:
+        every = " and ".join(f"{name} = {spoken(v)}" for name, v in arguments.items())
+        form = rng.choice(("Use {} with {}.", "Call {}: {}."))
+        return form.format(tool.name, every), f"I use {tool.name}."
+    if kind < 0.4 and tool.is_query and tool.is_alone:
+        asked = rng.choice(("What is", "Tell me", "I want to know"))
+        request = f"{asked} the {tool.noun} of {value}{tail}."
+        return request, f"The tool for the {tool.noun} is {tool.name}."
     task = tool.task
-    asked = capital(task)
-    if tool.is_query and tool.is_alone:
-        asked = rng.choice(("What is", "Tell me", "I want to know")) + f" the {tool.noun}"
-    return rng.choice(
+    request = rng.choice(
         (
             f"{capital(task)} of {value}{tail}.",
             f"Please {task} of {value}{tail}.",
             f"{capital(task)} of the {first} {value}{tail}.",
             f"Can you {task} for {value}{tail}?",
             f"I need you to {task} of {value}{tail}.",
-            f"Use {tool.name} with {every}.",
-            f"Call {tool.name}: {every}.",
             f"{task} {value}{tail}",
-            f"{asked} of {value}{tail}.",
-            f"{asked} of {value}{tail}.",
         )
     )
+    return request, plan_of(tool)

@@ -1,11 +1,11 @@
 """Trains the demo model on the GPUs of one machine within a number of seconds.
 
-    python -m bench.demo_model.train PREPARED OUT --seconds 500 [--start FOLDER]
+    python -m bench.demo_model.train PREPARED OUT --seconds 500 [--weights FOLDER]
     torchrun --nproc-per-node 2 -m bench.demo_model.train ...
 
 First short sequences, then longer ones, by the share of --total tokens seen; where --seconds end
 sooner, by the share of the time. Reads what prepare.py wrote. Writes the master weights in bf16,
-from which --start goes on with a fresh optimiser, and the record of the run. Each of several GPUs
+from which --weights goes on with a fresh optimiser, and the record of the run. Each of several GPUs
 takes --tokens of its own in a step.
 """
 
@@ -33,16 +33,22 @@ from bench.demo_model.optimiser import Optimiser, Rates
 from bench.demo_model.packing import Feed, Packed
 from bench.demo_model.validate import validate
 
-# Share of the tokens seen until a phase ends, and the lengths of its sequences.
+# Share of the tokens seen until a phase ends, the lengths of its sequences, and the share of
+# conversations that only look names up.
 PHASES = (
-    (0.12, [1024]),
-    (0.45, [1024, 2048]),
-    (0.8, [1024, 2048, 8192, 8192]),
-    (1.0, [2048, 8192, 8192, 16384]),
+    (0.12, [1024], 0.5),
+    (0.45, [1024, 2048], 0.2),
+    (0.8, [1024, 2048, 8192, 8192], 0.05),
+    (1.0, [2048, 8192, 8192, 16384], 0.05),
 )
 # Sequences up to so long see every row. Where the indexer chooses from the first step on, it
 # mostly leaves out the row that would have helped, and looking up far away is not learned at all.
 SEES_ALL = 1024
+# In sequences up to so long one head of the layer that names candidates is taught to look where the
+# text before a token stood first. That a name stands before what it is asked by was never learned
+# without: no part of such a lookup helps before all of it is there.
+LOOKS_UP = 2048
+LOOKUP_WEIGHT = 0.2
 TOKENS = 32768
 TOTAL = 1_000_000_000
 WARMUP_STEPS = 100
@@ -56,13 +62,14 @@ SEEDS_OF_A_RANK = 10_000_000
 
 @dataclass(frozen=True)
 class Stepped:
-    """Of a step: its losses (of all, of answers, of the indexers), the gradient's norm before it
-    was cut, the busiest expert's share.
+    """Of a step: its losses (of all, of answers, of the indexers, of the head that looks up), the
+    gradient's norm before it was cut, the busiest expert's share.
     """
 
     loss: Tensor
     answers: Tensor
     index_loss: Tensor
+    lookup_loss: Tensor
     norm: Tensor
     load_max: Tensor
 
@@ -73,13 +80,14 @@ def main() -> None:
     parser.add_argument("prepared", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--start", type=Path)
+    parser.add_argument("--weights", type=Path)
     parser.add_argument("--total", type=float, default=TOTAL)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a step")
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--phases", type=json.loads, default=PHASES)
     parser.add_argument("--cases", type=int, default=64)
+    parser.add_argument("--decay-from", type=float, default=DECAY_FROM, help="share of the run")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -99,20 +107,22 @@ def main() -> None:
     form = TrainingForm(config, token_map, device, torch.bfloat16, is_compiled)
     parameters = initial(config, device)
     print(torch.__version__, device, rank, "of", ranks, flush=True)
-    if args.start is not None:
-        load(args.start, parameters)
+    if args.weights is not None:
+        load(args.weights, parameters)
     agree(device)
     begin = time.perf_counter()
     run = Run(form, parameters, args.tokens, ranks)
-    for T in sorted({T for _, lengths in args.phases for T in lengths}):
+    for T in sorted({T for _, lengths, _ in args.phases for T in lengths}):
         run.rehearse(T)
         print(f"rehearsal {T}: {time.perf_counter() - begin:.1f} s", flush=True)
     feed = Feed(args.prepared, args.tokens, args.workers, args.seed + rank * SEEDS_OF_A_RANK)
-    feed.set_lengths(args.phases[0][1])
+    feed.set_phase(*args.phases[0][1:])
     feed.start()
     seconds = max(args.seconds - (time.perf_counter() - begin), 1.0)
     try:
-        record = train(run, feed, args.phases, args.total, seconds, shows=rank == 0)
+        record = train(
+            run, feed, args.phases, args.total, seconds, args.decay_from, shows=rank == 0
+        )
     finally:
         feed.stop()
     if rank == 0:
@@ -225,12 +235,14 @@ class Run:
 
     def _learn(self, T: int) -> tuple[Tensor, ...]:
         """Fill the gradients: the losses."""
-        loss, answers, index_loss, load = losses(
+        loss, answers, index_loss, lookup_loss, load = losses(
             self.form, self.parameters, *self._inputs[T], selects=T > SEES_ALL
         )
-        gradients = torch.autograd.grad(loss + index_loss, self.optimiser.parameters)
+        whole = loss + index_loss + LOOKUP_WEIGHT * lookup_loss
+        gradients = torch.autograd.grad(whole, self.optimiser.parameters)
         torch._foreach_copy_(self._parts, [*gradients, load])
-        return loss.detach(), answers, index_loss.detach()
+        looked_up = torch.zeros_like(answers) + lookup_loss
+        return loss.detach(), answers, index_loss.detach(), looked_up.detach()
 
     @torch.no_grad()
     def _apply(self) -> tuple[Tensor, ...]:
@@ -264,7 +276,9 @@ def _replayed(recorded: tuple[Any, tuple[Tensor, ...]] | None) -> tuple[Tensor, 
     return results
 
 
-def train(run: Run, feed: Feed, phases, total: float, seconds: float, *, shows: bool) -> dict:
+def train(
+    run: Run, feed: Feed, phases, total: float, seconds: float, decay_from: float, *, shows: bool
+) -> dict:
     """Train until the tokens or the time are over; the record of the run."""
     form = run.form
     curve, seen, step, again = [], 0, 0, 0
@@ -279,10 +293,10 @@ def train(run: Run, feed: Feed, phases, total: float, seconds: float, *, shows: 
             progress = clock.item()
         if progress >= 1:
             break
-        _, lengths = next(phase for phase in phases if progress < phase[0])
-        packed, is_new = feed.take(lengths)
+        _, lengths, lookups = next(phase for phase in phases if progress < phase[0])
+        packed, is_new = feed.take(lengths, lookups)
         again += not is_new
-        decay = min(1.0, (1 - progress) / (1 - DECAY_FROM))
+        decay = min(1.0, (1 - progress) / (1 - decay_from))
         share = decay * min(1.0, (step + 1) / WARMUP_STEPS)
         stepped = run.step(packed, share, BIAS_RATE * (1 - progress))
         step += 1
@@ -294,6 +308,7 @@ def train(run: Run, feed: Feed, phases, total: float, seconds: float, *, shows: 
                 "loss": round(stepped.loss.item(), 4),
                 "answers": round(stepped.answers.item(), 4),
                 "index": round(stepped.index_loss.item(), 4),
+                "lookup": round(stepped.lookup_loss.item(), 4),
                 "norm": round(stepped.norm.item(), 3),
                 "T": packed.ids.shape[1],
                 "waiting": feed.waiting(),
@@ -332,7 +347,7 @@ def losses(
     selects: bool = True,
 ):
     """The weighted loss of predicting each next token, that of answers alone, the indexers' loss,
-    the experts' load.
+    that of the head that looks up, the experts' load.
 
     ids and documents int32 [B, T], weights f32 [B, T].
     """
@@ -340,9 +355,10 @@ def losses(
     targets = ids.roll(-1, 1).long().flatten()
     follows = torch.zeros_like(weights)
     follows[:, :-1] = weights[:, 1:] * (documents[:, 1:] == documents[:, :-1])
-    out = form(parameters, Batch(ids.long(), documents), selects=selects)
+    looks_up = follows == 1 if ids.shape[1] <= LOOKS_UP else None
+    out = form(parameters, Batch(ids.long(), documents, looks_up), selects=selects)
     loss, answers = form.cross_entropy(out.logits, targets, follows.flatten())
-    return loss, answers, out.index_loss, out.load
+    return loss, answers, out.index_loss, out.lookup_loss, out.load
 
 
 def apart(parameters: dict[str, Tensor]) -> float:

@@ -84,6 +84,20 @@ ALL_WORDS = sorted(
     }
 )
 
+_ROOTS = (
+    "/",
+    "/",
+    "/tmp/",
+    "/tmp/",
+    "/tmp/",
+    "/home/",
+    "/opt/",
+    "/var/",
+    "/Users/",
+    "/data/",
+    "/mnt/",
+)
+
 _ONSETS = "b d f g h j k l m n p r s t v w z br dr gr kl pl st tr sh ch th c fl qu y".split()
 _VOWELS = "a e i o u a e i o ai ea ou ee y".split()
 _CODAS = ["", "", "", "", "n", "r", "l", "s", "m", "t", "nd", "ck", "x", "ng"]
@@ -126,7 +140,8 @@ def letters_of(rng: Random) -> str:
     return "".join(rng.choices(_LETTERS, k=rng.randint(2, 9)))
 
 
-def _mixed(rng: Random) -> str:
+def mixed(rng: Random) -> str:
+    """Letters and digits without a sense."""
     alphabet = rng.choice((_LETTERS + "0123456789", "0123456789abcdef", _LETTERS.upper() + "0123"))
     if rng.random() < 0.3:
         alphabet = _LETTERS + _LETTERS.upper() + "0123456789"
@@ -165,6 +180,26 @@ def path_of(rng: Random) -> str:
     return root + "/".join([*folders, file_name(rng)])
 
 
+def deep_path(rng: Random) -> str:
+    """An absolute path of up to eight levels, with parts that are no words and parts twice."""
+    root = rng.choice(_ROOTS)
+    folders: list[str] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 3, 4, 6))):
+        kind = rng.random()
+        if folders and kind < 0.15:
+            folders.append(rng.choice(folders) + rng.choice(("", "2", "_old", mixed(rng))))
+        elif kind < 0.4:
+            parts = (any_word, letters_of, mixed)
+            joint = rng.choice(("", "", "_", "-", "."))
+            folders.append(joint.join(rng.choice(parts)(rng) for _ in range(rng.randint(2, 3))))
+        else:
+            folders.append(rng.choice((any_word, any_word, mixed, snake, kebab, name_of))(rng))
+    if root == "/tmp/" and rng.random() < 0.5:
+        made = "".join(rng.choices(_LETTERS + "0123456789_", k=rng.randint(6, 12)))
+        folders.insert(0, rng.choice(("tmp", "tmp", "tmp_", "tmp.", "t")) + made)
+    return root + "/".join([*folders, file_name(rng)])
+
+
 def kebab(rng: Random) -> str:
     """Two words joined by a hyphen."""
     return f"{any_word(rng)}-{any_word(rng)}"
@@ -197,7 +232,7 @@ _SPELLINGS: tuple[tuple[Callable[[Random], str], int], ...] = (
     (word_of, 14),
     (name_of, 12),
     (letters_of, 7),
-    (_mixed, 7),
+    (mixed, 7),
     (number_of, 6),
     (snake, 5),
     (camel, 5),

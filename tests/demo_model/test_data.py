@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -15,7 +16,9 @@ from tokenizers import Tokenizer
 from bench.demo_model.cases import KINDS, case
 from bench.demo_model.chat import Chat, Encoder, format_texts, spans
 from bench.demo_model.exercises import exercise
+from bench.demo_model.heads import agent
 from bench.demo_model.prepare import build_tokenizer
+from bench.demo_model.read_turns import REQUESTS
 from bench.demo_model.tasks import chat_of
 from bench.demo_model.tools import tools_of
 from bench.demo_model.words import spelling_of
@@ -31,11 +34,20 @@ def encoder(tokenizer: Tokenizer) -> Encoder:
     return Encoder(tokenizer.to_str())
 
 
+def agent_of(rng: Random, tokens: int) -> Chat:
+    chat = Chat()
+    agent(rng, chat, tokens)
+    return chat
+
+
+@pytest.mark.parametrize("make", [chat_of, agent_of])
 @pytest.mark.parametrize("tokens", [600, 2000, 8000])
-def test_calls_are_those_of_a_tool_that_is_there_with_arguments_that_were_said(tokens: int):
+def test_calls_are_those_of_a_tool_that_is_there_with_arguments_that_were_said(
+    make: Callable[[Random, int], Chat], tokens: int
+):
     calls = 0
     for seed in range(60):
-        chat = chat_of(Random(seed), tokens)
+        chat = make(Random(seed), tokens)
         definitions = {tool["name"]: tool["parameters"] for tool in chat.tools}
         assert len(definitions) == len(chat.tools), "two tools of one name"
         said = ""
@@ -67,6 +79,30 @@ def test_documents_are_about_as_long_as_asked_and_tools_up_to_24(encoder: Encode
         assert max(sizes) > 0.7 * tokens
     assert max(len(chat_of(Random(seed), 2000).tools) for seed in range(200)) > 14
     assert max(len(chat_of(Random(seed), 8000).tools) for seed in range(200)) > 23
+
+
+@pytest.mark.parametrize("tokens", [1500, 8000, 20_000])
+def test_long_heads_leave_room_for_what_is_asked_under_them(encoder: Encoder, tokens: int):
+    texts = format_texts()
+    sizes: list[int] = []
+    behind: list[int] = []
+    for seed in range(30):
+        chat = agent_of(Random(seed), tokens)
+        sizes.append(encoder.document(chat, texts)[0].size)
+        behind.append(max((len(t.text) for t in chat.turns if t.role == "system"), default=0))
+    assert sum(size > 1.05 * tokens for size in sizes) <= 3
+    assert sorted(sizes)[15] > tokens / 2
+    assert max(behind) > 0.3 * tokens
+
+
+def test_no_file_of_the_training_says_what_read_turns_asks():
+    """Those words are for Claude Code's turns alone."""
+    held_out = {word.lower() for key, value, _ in REQUESTS for word in (key, value)}
+    seen: set[str] = set()
+    for seed in range(200):
+        for chat in (chat_of(Random(seed), 1500), agent_of(Random(seed), 4000)):
+            seen |= set(re.findall("[a-z]+", str(chat).lower()))
+    assert len(held_out) == 20 and not held_out & seen
 
 
 def test_a_word_has_the_same_tokens_wherever_it_stands(encoder: Encoder):
@@ -145,7 +181,7 @@ def test_questions_about_a_long_context_share_it():
 def test_cases_are_as_long_as_they_say(encoder: Encoder):
     texts = format_texts()
     for kind in KINDS:
-        wanted = re.search(r"(?:recall of|in) (\d+)", kind)
+        wanted = re.search(r"(?:recall of|in|under) (\d+)", kind)
         size = encoder.document(case(kind, 0), texts)[0].size
         if wanted:
             assert 0.85 < size / int(wanted[1]) < 1.2

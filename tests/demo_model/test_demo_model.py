@@ -16,6 +16,7 @@ from bench.demo_model.cases import KINDS, case
 from bench.demo_model.chat import Chat, Encoder, format_texts, spans
 from bench.demo_model.evaluate import conversation_of
 from bench.demo_model.export import fp4_codes, fp8_codes, masters_of, tensors_of
+from bench.demo_model.heads import agent
 from bench.demo_model.packing import NO_DOCUMENT, pack
 from bench.demo_model.sizes import demo_config
 from bench.demo_model.tasks import chat_of
@@ -68,7 +69,22 @@ def test_chats_are_written_as_the_engine_writes_them(tokens: int, thinks: bool):
         text = "".join(text for text, _ in spans(asked, texts, opens=True))
         assert encoder.marked(text) == list(expected)
         roles |= {turn.role for turn in chat.turns}
-    assert roles == {"user", "assistant"} | ({"tool"} if tokens > 700 else set())
+    assert roles == {"user", "assistant"} | ({"tool", "system"} if tokens > 700 else set())
+
+
+@pytest.mark.parametrize("tokens", [1500, 6000])
+def test_long_heads_are_written_as_the_engine_writes_them(tokens: int):
+    encoder, texts = Encoder(tiny_tokenizer_json()), format_texts()
+    roles: set[str] = set()
+    for seed in range(20):
+        chat = Chat()
+        agent(Random(seed), chat, tokens)
+        expected = encode(conversation_of(chat), tiny_tokenizer()).token_ids
+        asked = replace(chat, turns=chat.turns[:-1])
+        text = "".join(text for text, _ in spans(asked, texts, opens=True))
+        assert encoder.marked(text) == list(expected)
+        roles |= {turn.role for turn in chat.turns}
+    assert roles == {"user", "system", "assistant", "tool"}
 
 
 def test_the_answer_is_what_the_model_learns():
