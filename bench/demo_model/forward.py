@@ -45,12 +45,13 @@ def empty_parameters(config: dict[str, Any], device: str) -> dict[str, Tensor]:
 class Batch:
     """Packed documents: token ids and document numbers, int64 [B, T]; documents begin evenly.
 
-    looks_up: bool [B, T], of the tokens at which a head shall look where their text stood before.
+    looks_up: int64 [B, U], tokens at which a head shall look where their text stood before, and
+    bool [B, U], whether they count.
     """
 
     ids: Tensor
     documents: Tensor
-    looks_up: Tensor | None = None
+    looks_up: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -208,9 +209,10 @@ class TrainingForm:
                 self._index(layer, x, qr, layers, shared)
             rows, mask = shared.rows, shared.mask
             if layer == c["candidate_source_layer_id"] and shared.batch.looks_up is not None:
-                where, is_known = sublayers.seen_before(shared.batch.ids, shared.batch.documents)
-                counts = is_known & shared.batch.looks_up
-                args = q[:, :, -1], rows, shared.layout, where, counts
+                at, counts = shared.batch.looks_up
+                ids, documents = shared.batch.ids, shared.batch.documents
+                where, is_known = sublayers.seen_before(ids, documents, at)
+                args = q[:, :, -1], rows, shared.layout, at, where, counts & is_known
                 shared.lookup_loss = sublayers.lookup_loss(*args)
         o, lse = self._heavy.attend(q, kv, rows, mask, pick("attn_sink"), shared.layout, W)
         if R:

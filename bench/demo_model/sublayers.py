@@ -305,7 +305,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Ten
     """Of [N, V], [N], [N]: the mean by weight, and that of the tokens that count whole."""
     each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     whole = (weights == 1).float()
-    return (each * weights).sum() / weights.sum(), (each * whole).detach().sum() / whole.sum()
+    # Of a sequence that is all one long text of others nothing counts.
+    answers = (each * whole).detach().sum() / whole.sum().clamp(min=1)
+    return (each * weights).sum() / weights.sum().clamp(min=1), answers
 
 
 # How far back the earlier text must be that is looked up, and how many tokens of it are compared.
@@ -314,29 +316,34 @@ _COMPARED = 4
 
 
 @torch.no_grad()
-def seen_before(ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the text before each token stood first: int64 [B, T], and whether it did at all.
+def seen_before(ids: Tensor, documents: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the text before some tokens stood first: int64 [B, U], and whether it did at all.
 
-    Of the places that agree in most tokens, compared backwards, the first one.
+    ids, documents [B, T], at int64 [B, U]. Of the places that agree in most tokens, compared
+    backwards, the first one.
     """
     T = ids.shape[1]
-    at = torch.arange(T, device=ids.device)
-    may = (documents[:, :, None] == documents[:, None]) & (at < at[:, None] - _FAR)
-    before, agreed = ids.roll(1, 1), torch.zeros_like(may, dtype=torch.int32)
+    place = torch.arange(T, device=ids.device)
+    may = documents.gather(1, at)[..., None] == documents[:, None]
+    may &= place < at[..., None] - _FAR
+    agreed = torch.zeros_like(may, dtype=torch.int32)
     for back in range(_COMPARED):
-        may = may & (before.roll(back, 1)[:, :, None] == ids.roll(back, 1)[:, None])
+        wanted = ids.gather(1, (at - 1 - back).clamp(min=0))[..., None]
+        may &= (wanted == ids.roll(back, 1)[:, None]) & (place >= back)
         agreed += may
-    best, where = (agreed * T - at.int() * (agreed > 0)).max(-1)
+    best, where = (agreed * T - place.int() * (agreed > 0)).max(-1)
     return where, best > 0
 
 
-def lookup_loss(q: Tensor, rows: Tensor, layout: Layout, where: Tensor, counts: Tensor) -> Tensor:
+def lookup_loss(q: Tensor, rows: Tensor, layout: Layout, at: Tensor, where: Tensor, counts: Tensor):
     """Cross entropy of a head's attention to rows of one token against the places looked up.
 
-    q [B, T, d], rows [B, T, d], where [B, T], counts bool [B, T].
+    q [B, T, d] and rows [B, T, d], at and where int64 [B, U], counts bool [B, U].
     """
-    score = (q @ rows.mT).float() * q.shape[-1] ** -0.5
-    score = score.masked_fill(~visible(layout, 1), _NEVER)
-    wanted = score.gather(-1, where[..., None])[..., 0]
-    missed = (score.logsumexp(-1) - wanted).clamp(max=50)
-    return (missed * counts).sum() / counts.sum().clamp(min=1)
+    chosen = q.gather(1, at[..., None].expand(-1, -1, q.shape[-1]))
+    score = (chosen @ rows.mT).float() * q.shape[-1] ** -0.5
+    place = torch.arange(rows.shape[1], device=q.device)
+    seen = (place <= at[..., None]) & (place >= layout.begins.long().gather(1, at)[..., None])
+    score = score.masked_fill(~seen, _NEVER)
+    missed = score.logsumexp(-1) - score.gather(-1, where[..., None])[..., 0]
+    return torch.where(counts, missed, 0).sum() / counts.sum().clamp(min=1)

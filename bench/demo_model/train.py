@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.demo_model.forward import Batch, TrainingForm, empty_parameters
+from bench.demo_model.forward import Batch, TrainingForm
 from bench.demo_model.kernel_agreement import agree
+from bench.demo_model.masters import apart, initial, load, save
 from bench.demo_model.optimiser import Optimiser, Rates
 from bench.demo_model.packing import Feed, Packed
 from bench.demo_model.validate import validate
@@ -44,10 +45,10 @@ PHASES = (
 # Sequences up to so long see every row. Where the indexer chooses from the first step on, it
 # mostly leaves out the row that would have helped, and looking up far away is not learned at all.
 SEES_ALL = 1024
-# In sequences up to so long one head of the layer that names candidates is taught to look where the
-# text before a token stood first. That a name stands before what it is asked by was never learned
-# without: no part of such a lookup helps before all of it is there.
-LOOKS_UP = 2048
+# One head of the layer that names candidates is taught to look where the text before a token stood
+# first, at so many tokens of a sequence. That a name stands before what it is asked by was not
+# learned without in 500 million tokens: no part of such a lookup helps before all of it is there.
+LOOKUPS = 1024
 LOOKUP_WEIGHT = 0.2
 TOKENS = 32768
 TOTAL = 1_000_000_000
@@ -55,7 +56,7 @@ WARMUP_STEPS = 100
 DECAY_FROM = 0.45
 BIAS_RATE = 5e-3
 LEAST_RATE = 40_000
-PART_BYTES = 15 * 2**20
+SAVED_EACH_S = 60
 # More than the batches that a worker makes.
 SEEDS_OF_A_RANK = 10_000_000
 
@@ -120,13 +121,11 @@ def main() -> None:
     feed.start()
     seconds = max(args.seconds - (time.perf_counter() - begin), 1.0)
     try:
-        record = train(
-            run, feed, args.phases, args.total, seconds, args.decay_from, shows=rank == 0
-        )
+        plan = Plan(args.phases, args.total, seconds, args.decay_from)
+        record = train(run, feed, plan, args.out if rank == 0 else None)
     finally:
         feed.stop()
     if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
         save(args.out, parameters)
     if ranks > 1:
         record["apart"] = apart(parameters)
@@ -143,35 +142,6 @@ def main() -> None:
         eager = TrainingForm(config, token_map, device, torch.bfloat16, False)
         record |= validate(eager, parameters, args.prepared, args.tokens, args.cases)
         written.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def initial(config, device: str) -> dict[str, Tensor]:
-    """Weights to begin with: near a model that passes its streams on."""
-    c = config["text_config"]
-    hc = c["hc_mult"]
-    parameters = empty_parameters(config, device)
-    for key, p in parameters.items():
-        if key.endswith(("norm.weight", "engram.q_weight", "engram.k_weight")):
-            p.fill_(1)
-        elif key.endswith("_scale"):
-            p.fill_(0.1)
-        elif key.endswith("_base"):
-            # Each sublayer reads mostly one stream and writes to all; streams keep to themselves.
-            for layer in range(len(p)):
-                p[layer, :hc] = -2
-                p[layer, layer % hc] = 1
-                p[layer, 2 * hc :] = 4 * torch.eye(hc, device=device).flatten()
-        elif key.endswith(("attn_sink", "gate.bias", "gate.bias_vl")):
-            p.fill_(0)
-        elif key == "embed.weight":
-            p.normal_(std=0.3)
-        elif key == "engram.embed.weight":
-            p.normal_(std=0.3)
-        else:
-            small = key == "head.weight" or key.endswith(("wo_b.weight", ".w2.weight"))
-            p.normal_(std=(0.2 if small else 1.0) * p.shape[-1] ** -0.5)
-        p.requires_grad_(not key.endswith(("gate.bias", "gate.bias_vl")))
-    return parameters
 
 
 class Run:
@@ -247,6 +217,8 @@ class Run:
     @torch.no_grad()
     def _apply(self) -> tuple[Tensor, ...]:
         """Update weights and routing: the gradient's norm, the busiest expert's share."""
+        # A step without a number would end everything learned so far.
+        self._shared.masked_fill_(~torch.isfinite(self._shared.sum()), 0)
         norm, load = self.optimiser.step(), self._parts[-1]
         self._bias += self._bias_rate * (load.mean(1, keepdim=True) - load).sign()
         self._bias -= self._bias.mean(1, keepdim=True)
@@ -276,16 +248,27 @@ def _replayed(recorded: tuple[Any, tuple[Tensor, ...]] | None) -> tuple[Tensor, 
     return results
 
 
-def train(
-    run: Run, feed: Feed, phases, total: float, seconds: float, decay_from: float, *, shows: bool
-) -> dict:
-    """Train until the tokens or the time are over; the record of the run."""
+@dataclass(frozen=True)
+class Plan:
+    """A run's phases, its tokens and seconds, and the share of it from which the rates fall."""
+
+    phases: Any
+    total: float
+    seconds: float
+    decay_from: float
+
+
+def train(run: Run, feed: Feed, plan: Plan, out: Path | None) -> dict[str, Any]:
+    """Train until the tokens or the time are over; the record of the run.
+
+    The process that has `out` tells of it, and leaves the weights there now and then.
+    """
     form = run.form
-    curve, seen, step, again = [], 0, 0, 0
-    start = shown = time.perf_counter()
+    curve, seen, step, again, broken = [], 0, 0, 0, 0
+    start = shown = saved = time.perf_counter()
     last = [0, start]
     while True:
-        progress = max(seen / total, (time.perf_counter() - start) / seconds)
+        progress = max(seen / plan.total, (time.perf_counter() - start) / plan.seconds)
         if run.ranks > 1:
             # The first one's clock counts for all.
             clock = torch.tensor(progress, dtype=torch.float64)
@@ -293,15 +276,15 @@ def train(
             progress = clock.item()
         if progress >= 1:
             break
-        _, lengths, lookups = next(phase for phase in phases if progress < phase[0])
+        _, lengths, lookups = next(phase for phase in plan.phases if progress < phase[0])
         packed, is_new = feed.take(lengths, lookups)
         again += not is_new
-        decay = min(1.0, (1 - progress) / (1 - decay_from))
+        decay = min(1.0, (1 - progress) / (1 - plan.decay_from))
         share = decay * min(1.0, (step + 1) / WARMUP_STEPS)
         stepped = run.step(packed, share, BIAS_RATE * (1 - progress))
         step += 1
         seen += packed.ids.size * run.ranks
-        if shows and (step <= 3 or time.perf_counter() - shown > 10):
+        if out is not None and (step <= 3 or time.perf_counter() - shown > 10):
             point = {
                 "step": step,
                 "tokens": seen,
@@ -321,8 +304,13 @@ def train(
             point |= {"s": round(shown - start, 1), "rate": round(rate)}
             curve.append(point)
             print(json.dumps(point), flush=True)
-            if not math.isfinite(point["loss"]):
+            # A single step without a number was left out.
+            broken = 0 if math.isfinite(point["loss"]) else broken + 1
+            if broken > 3:
                 raise SystemExit("the loss is no number")
+            if shown - saved > SAVED_EACH_S and not broken:
+                save(out, run.parameters)
+                saved = shown
             if form.device == "cuda" and shown - start > 60 and rate < LEAST_RATE:
                 raise SystemExit(f"{rate:.0f} tokens a second are too few to go on")
     memory = torch.cuda.max_memory_allocated() / 2**30 if form.device == "cuda" else 0
@@ -332,7 +320,7 @@ def train(
         "batches_seen_again": again,
         "tokens": seen,
         "peak_gib": round(memory, 1),
-        "phases": phases,
+        "phases": plan.phases,
         "curve": curve,
     }
 
@@ -355,44 +343,19 @@ def losses(
     targets = ids.roll(-1, 1).long().flatten()
     follows = torch.zeros_like(weights)
     follows[:, :-1] = weights[:, 1:] * (documents[:, 1:] == documents[:, :-1])
-    looks_up = follows == 1 if ids.shape[1] <= LOOKS_UP else None
-    out = form(parameters, Batch(ids.long(), documents, looks_up), selects=selects)
+    out = form(parameters, Batch(ids.long(), documents, _answered(ids, follows)), selects=selects)
     loss, answers = form.cross_entropy(out.logits, targets, follows.flatten())
     return loss, answers, out.index_loss, out.lookup_loss, out.load
 
 
-def apart(parameters: dict[str, Tensor]) -> float:
-    """How far any weight of a process is from the first one's: 0 where all took the same steps."""
-    most = torch.zeros(1)
-    for p in parameters.values():
-        first = p.detach().cpu()
-        dist.broadcast(first, 0)
-        most = torch.maximum(most, (p.detach().cpu() - first).abs().max())
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return most.item()
-
-
-def save(folder: Path, parameters: dict[str, Tensor]) -> None:
-    """The master weights in bf16, in files below 16 MiB: name, shape and bits."""
-    part, size, number = {}, 0, 0
-    for key, p in parameters.items():
-        bits = p.detach().bfloat16().view(torch.int16).cpu().numpy().view(np.uint16)
-        if size + bits.nbytes > PART_BYTES:
-            np.savez(folder / f"masters-{number}.npz", **part)
-            part, size, number = {}, 0, number + 1
-        part[key] = bits
-        size += bits.nbytes
-    np.savez(folder / f"masters-{number}.npz", **part)
-
-
-def load(folder: Path, parameters: dict[str, Tensor]) -> None:
-    """Take what `save` wrote."""
-    for path in sorted(folder.glob("masters-*.npz")):
-        with np.load(path) as part:
-            for key in part.files:
-                values = torch.from_numpy(part[key].view(np.int16)).view(torch.bfloat16)
-                with torch.no_grad():
-                    parameters[key].copy_(values.float())
+def _answered(ids: Tensor, follows: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens before those of answers, int64 [B, U], and whether they are, where there are few."""
+    T = ids.shape[1]
+    # No random numbers, which a CUDA graph would have to keep.
+    scattered = (torch.arange(T, device=ids.device) * 40503 + ids * 7919) % 1024
+    order = torch.where(follows == 1, 1024 + scattered, 0).float()
+    at = order.topk(min(T, LOOKUPS), dim=-1).indices
+    return at, follows.gather(1, at) == 1
 
 
 if __name__ == "__main__":

@@ -74,3 +74,42 @@ def test_without_selection_every_row_is_attended_to():
     everything = logits(True, index_topk=T, candidate_topk_blocks=T)
     assert torch.equal(logits(False), everything)
     assert not torch.equal(logits(True), everything)
+
+
+def test_a_text_is_looked_up_where_it_stood_first():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model.sublayers import seen_before
+
+    # 6 7 stands at 1 and again far behind; 8 only in another document; 9 too near.
+    ids = torch.tensor([[5, 6, 7, *range(100, 160), 6, 7, 1, 8, 1, 9, 9, 1]])
+    documents = torch.zeros_like(ids)
+    at = torch.tensor([[65, 67, 70]])
+    where, is_known = seen_before(ids, documents, at)
+    assert is_known.tolist() == [[True, False, False]]
+    assert where[0, 0] == 2
+    documents[0, :10] = 1
+    assert not seen_before(ids, documents, at)[1].any()
+
+
+def test_a_head_is_taught_the_place_it_looks_up():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model.sublayers import layout_of, lookup_loss
+
+    T, d = 8, 4
+    rows = torch.eye(T)[None, :, :d] * 40
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
+    at, counts = torch.tensor([[4, 7]]), torch.tensor([[True, False]])
+    q = torch.zeros(1, T, d)
+    q[0, 4, 2] = 1
+    args = layout_of(documents), at
+    assert lookup_loss(q, rows, *args, torch.tensor([[2, 0]]), counts) < 1e-3
+    assert lookup_loss(q, rows, *args, torch.tensor([[1, 0]]), counts) > 10
+    assert lookup_loss(q, rows, *args, torch.tensor([[1, 0]]), counts & False) == 0
+
+
+def test_a_sequence_in_which_nothing_counts_has_no_loss():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model.sublayers import cross_entropy
+
+    logits, targets = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    assert [float(each) for each in cross_entropy(logits, targets, torch.zeros(3))] == [0, 0]
