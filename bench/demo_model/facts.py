@@ -201,7 +201,7 @@ def glossary(rng: Random, chat: Chat, characters: int, questions: int) -> None:
     spelling = rng.choice((any_word, any_word, spelling_of))
     names = list(dict.fromkeys(spelling(rng) for _ in range(2 * count)))
     pairs = [(n, k) for n, k in zip(names, keys, strict=False) if n not in keys]
-    before = "\n".join(entry.replace("N", n, 1).replace("K", k) for n, k in pairs) + "\n\n"
+    before = "\n".join(entry.replace("K", k).replace("N", n, 1) for n, k in pairs) + "\n\n"
     for name, key in rng.sample(pairs, min(len(pairs), questions)):
         if are_words:
             form = rng.choice(("What is the name of {}?", "Which name has {}?", "{}?"))

@@ -57,13 +57,13 @@ class Batch:
 @dataclass
 class Output:
     """logits f32 [N, V]; index_loss: of the selections; load [L, E]: the experts' shares;
-    lookup_loss: of the head that looks up.
+    lookup_loss: of the head that looks up, where the batch says at which tokens.
     """
 
     logits: Tensor
     index_loss: Tensor
     load: Tensor
-    lookup_loss: Any
+    lookup_loss: Tensor | None
 
 
 class TrainingForm:
@@ -306,7 +306,7 @@ class _Shared:
     mask: Any = None
     # Of the group: its queries, their weights and the keys.
     group: tuple[Any, ...] = ()
-    lookup_loss: Any = 0
+    lookup_loss: Any = None
 
     def __post_init__(self) -> None:
         self.shares: list[Tensor] = []

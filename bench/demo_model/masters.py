@@ -44,25 +44,29 @@ def initial(config, device: str) -> dict[str, Tensor]:
 
 
 def save(folder: Path, parameters: dict[str, Tensor]) -> None:
-    """The master weights in bf16, in files below 16 MiB: name, shape and bits."""
+    """The master weights in bf16, in files below 16 MiB: name, shape and bits.
+
+    All of them are written before the first takes the place of an older one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    part: dict[str, np.ndarray] = {}
-    size = number = 0
+    parts: list[dict[str, np.ndarray]] = [{}]
+    size = 0
     for key, p in parameters.items():
         bits = p.detach().bfloat16().view(torch.int16).cpu().numpy().view(np.uint16)
         if size + bits.nbytes > _PART_BYTES:
-            _write(folder, number, part)
-            part, size, number = {}, 0, number + 1
-        part[key] = bits
+            parts.append({})
+            size = 0
+        parts[-1][key] = bits
         size += bits.nbytes
-    _write(folder, number, part)
-
-
-def _write(folder: Path, number: int, part: dict[str, np.ndarray]) -> None:
-    """A part's file, whole or not at all."""
-    written = folder / f"part-{number}.npz"
-    np.savez(written, **part)
-    written.replace(folder / f"masters-{number}.npz")
+    for number, part in enumerate(parts):
+        np.savez(folder / f"part-{number}.npz", **part)
+    older = set(folder.glob("masters-*.npz"))
+    for number in range(len(parts)):
+        path = folder / f"masters-{number}.npz"
+        (folder / f"part-{number}.npz").replace(path)
+        older.discard(path)
+    for path in older:
+        path.unlink()
 
 
 def load(folder: Path, parameters: dict[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ class Packed:
 
 
 def pack(
-    rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int, lookups: float = 0
+    rng: Random, encoder: Encoder, texts: FormatTexts, B: int, T: int, lookups: float
 ) -> Packed:
     """Fill B sequences of T tokens; a document begins at an even position and is cut at the end.
 
@@ -101,7 +101,7 @@ class Feed:
         for worker in self._workers:
             worker.start()
 
-    def take(self, lengths: list[int], lookups: float = 0) -> tuple[Packed, bool]:
+    def take(self, lengths: list[int], lookups: float) -> tuple[Packed, bool]:
         """A batch, and whether it is new: one of the last is seen again rather than waited for."""
         self.set_phase(lengths, lookups)
         if self._queue.empty():

@@ -59,7 +59,7 @@ def _turn(
     args = (command, question, folder, address, CONTEXT_TOKENS, "--verbose")
     try:
         messages: Any = claude_code.ask(*args, patient_s=PATIENT_S)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
+    except (AssertionError, json.JSONDecodeError, subprocess.TimeoutExpired) as error:
         return [], str(error)[:500]
     return list(_calls(messages)), str(messages[-1].get("result"))
 

@@ -316,15 +316,9 @@ class Stock:
 
     def surroundings(self, folder: str, characters: int) -> str:
         """A text of the program about where it runs, which stands behind the request."""
-        lines = (
-            f"{self['n']}: {{}}",
-            " - {k} {n}: {x}",
-            " - {n}: {x}",
-            " - Is {n}: false",
-            " - {n} {A}: {u}",
-        )
-        about = [f"Working {self['n']}: {folder}", *self._rng.sample(lines[1:], 3)]
-        head = "\n".join(about).format_map(self) if folder else self["n"]
+        forms = (" - {k} {n}: {x}", " - {n}: {x}", " - Is {n}: false", " - {n} {A}: {u}")
+        lines = [form.format_map(self) for form in self._rng.sample(forms, 3)]
+        head = "\n".join([f"Working {self['n']}: {folder}", *lines]) if folder else self["n"]
         end = "\n\n{n} of today: {u}-{u}".format_map(self) if self._rng.random() < 0.5 else ""
         return f"{head}\n\n{self.passage(max(20, characters - len(head)))}{end}"
 

@@ -88,7 +88,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--phases", type=json.loads, default=PHASES)
     parser.add_argument("--cases", type=int, default=64)
-    parser.add_argument("--decay-from", type=float, default=DECAY_FROM, help="share of the run")
+    parser.add_argument(
+        "--decay-from", type=float, default=DECAY_FROM, help="share of the run, below 1"
+    )
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -211,15 +213,16 @@ class Run:
         whole = loss + index_loss + LOOKUP_WEIGHT * lookup_loss
         gradients = torch.autograd.grad(whole, self.optimiser.parameters)
         torch._foreach_copy_(self._parts, [*gradients, load])
-        looked_up = torch.zeros_like(answers) + lookup_loss
-        return loss.detach(), answers, index_loss.detach(), looked_up.detach()
+        return loss.detach(), answers, index_loss.detach(), lookup_loss.detach()
 
     @torch.no_grad()
     def _apply(self) -> tuple[Tensor, ...]:
         """Update weights and routing: the gradient's norm, the busiest expert's share."""
-        # A step without a number would end everything learned so far.
-        self._shared.masked_fill_(~torch.isfinite(self._shared.sum()), 0)
-        norm, load = self.optimiser.step(), self._parts[-1]
+        # A gradient that is no number would end everything learned so far: it counts as none.
+        is_number = torch.isfinite(self._shared.sum())
+        self._shared.masked_fill_(~is_number, 0)
+        norm = torch.where(is_number, self.optimiser.step(), torch.nan)
+        load = self._parts[-1]
         self._bias += self._bias_rate * (load.mean(1, keepdim=True) - load).sign()
         self._bias -= self._bias.mean(1, keepdim=True)
         return norm, load.max()
@@ -304,8 +307,8 @@ def train(run: Run, feed: Feed, plan: Plan, out: Path | None) -> dict[str, Any]:
             point |= {"s": round(shown - start, 1), "rate": round(rate)}
             curve.append(point)
             print(json.dumps(point), flush=True)
-            # A single step without a number was left out.
-            broken = 0 if math.isfinite(point["loss"]) else broken + 1
+            # The gradients of a single such step were taken as none.
+            broken = 0 if math.isfinite(point["loss"] + point["norm"]) else broken + 1
             if broken > 3:
                 raise SystemExit("the loss is no number")
             if shown - saved > SAVED_EACH_S and not broken:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from bench.demo_model.cases import KINDS, case
 from bench.demo_model.chat import Chat, Encoder, format_texts, spans
 from bench.demo_model.exercises import exercise
+from bench.demo_model.facts import glossary
 from bench.demo_model.heads import agent
 from bench.demo_model.prepare import build_tokenizer
 from bench.demo_model.read_turns import REQUESTS
@@ -140,6 +141,22 @@ def test_a_document_has_the_tokens_of_its_whole_text(encoder: Encoder):
         chat = chat_of(Random(seed), 1200)
         whole = "".join(text for text, _ in spans(chat, texts))
         assert encoder.document(chat, texts)[0].tolist() == encoder.marked(whole)
+
+
+def test_names_that_are_looked_up_stand_in_the_list_before_what_is_asked():
+    forms: set[str] = set()
+    for seed in range(400):
+        chat = Chat()
+        glossary(Random(seed), chat, 400, 3)
+        entries = chat.turns[0].text.split("\n\n")[0].split("\n")
+        for turn in chat.turns[1::2]:
+            match = re.fullmatch("The (?:name of|tool to) (.*) is (.*)\\.", turn.text)
+            assert match is not None
+            key, name = match.groups()
+            found = [e for e in entries if re.search(rf"(?<!\w){re.escape(key)}(?!\w)", e)]
+            assert any(re.search(rf"{re.escape(name)}.*{re.escape(key)}", e) for e in found)
+            forms |= {re.sub(r"\w+", "", e) for e in found}
+    assert len(forms) > 10
 
 
 def test_tools_of_one_list_are_asked_for_in_words_of_their_own():

@@ -116,14 +116,22 @@ def test_cases_ask_for_what_can_be_known(kind: str):
 
 def test_documents_are_packed_evenly_and_padding_counts_nothing():
     encoder, texts = Encoder(tiny_tokenizer_json()), format_texts()
-    packed = pack(Random(0), encoder, texts, B=4, T=2048)
+    packed = pack(Random(0), encoder, texts, B=4, T=2048, lookups=0.2)
     rows, at = np.nonzero(packed.documents != NO_DOCUMENT)
     starts_anew = (at == 0) | (packed.documents[rows, at] != packed.documents[rows, at - 1])
     assert starts_anew.sum() > 4
     assert (at[starts_anew] % 2 == 0).all()
     assert (packed.ids[rows, at][starts_anew] == 0).all(), "a document begins with a BOS"
     assert not packed.weights[packed.documents == NO_DOCUMENT].any()
-    assert (packed.weights == 1).any()
+
+
+def test_every_document_has_something_to_learn():
+    encoder, texts = Encoder(tiny_tokenizer_json()), format_texts()
+    for seed in range(3):
+        packed = pack(Random(seed), encoder, texts, B=8, T=512, lookups=0)
+        for documents, weights in zip(packed.documents, packed.weights, strict=True):
+            numbers = set(documents.tolist()) - {NO_DOCUMENT}
+            assert numbers == set(documents[weights == 1].tolist())
 
 
 def test_export_gives_back_every_value_of_a_checkpoint():

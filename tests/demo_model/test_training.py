@@ -25,13 +25,13 @@ def test_a_batch_is_seen_again_rather_than_waited_for():
     for T in [16] * SEEN_AGAIN + [64]:
         packed = _packed(T)
         ready.put((packed.ids, packed.documents, packed.weights))
-        assert feed.take([T])[1]
-    packed, is_new = feed.take([16])
+        assert feed.take([T], 0.5)[1]
+    packed, is_new = feed.take([16], 0.5)
     assert packed.ids.shape == (1, 16) and not is_new
     # Of this length too few are known: a new one is waited for.
     new = _packed(64)
     ready.put((new.ids, new.documents, new.weights))
-    packed, is_new = feed.take([64])
+    packed, is_new = feed.take([64], 0.5)
     assert packed.ids is new.ids and is_new
 
 
@@ -80,15 +80,26 @@ def test_a_text_is_looked_up_where_it_stood_first():
     torch = pytest.importorskip("torch")
     from bench.demo_model.sublayers import seen_before
 
-    # 6 7 stands at 1 and again far behind; 8 only in another document; 9 too near.
-    ids = torch.tensor([[5, 6, 7, *range(100, 160), 6, 7, 1, 8, 1, 9, 9, 1]])
+    # 7 stands alone, then twice behind 6; 9 stands too near to where it is asked for.
+    ids = torch.tensor([[7, 5, 6, 7, 4, 6, 7, *range(100, 160), 6, 7, 1, 9, 9, 1, 160, 7]])
     documents = torch.zeros_like(ids)
-    at = torch.tensor([[65, 67, 70]])
+    at = torch.tensor([[69, 72, 74, 2]])
     where, is_known = seen_before(ids, documents, at)
-    assert is_known.tolist() == [[True, False, False]]
-    assert where[0, 0] == 2
+    # Two tokens agree at 3 and at 6, of which 3 is first.
+    assert is_known.tolist() == [[True, False, False, False]]
+    assert where[0, 0] == 3
     documents[0, :10] = 1
     assert not seen_before(ids, documents, at)[1].any()
+
+
+def test_what_stands_before_the_beginning_is_not_compared():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model.sublayers import seen_before
+
+    # Where the sequence were a ring, 8 7 would stand at its beginning, before the other 8 7.
+    ids = torch.tensor([[7, 1, 8, 7, *range(100, 160), 8, 7, 2, 8]])
+    where, is_known = seen_before(ids, torch.zeros_like(ids), torch.tensor([[66]]))
+    assert is_known.item() and where.item() == 3
 
 
 def test_a_head_is_taught_the_place_it_looks_up():
@@ -113,3 +124,34 @@ def test_a_sequence_in_which_nothing_counts_has_no_loss():
 
     logits, targets = torch.randn(3, 5), torch.tensor([0, 1, 2])
     assert [float(each) for each in cross_entropy(logits, targets, torch.zeros(3))] == [0, 0]
+
+
+def test_answers_are_looked_up_from_before_others():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model import train
+
+    ids = torch.arange(3000)[None]
+    follows = torch.zeros(1, 3000)
+    follows[0, 100:200] = 1
+    follows[0, 500:600] = 0.05
+    at, counts = train._answered(ids, follows)
+    assert at.shape == counts.shape == (1, train.LOOKUPS)
+    assert sorted(at[counts].tolist()) == list(range(100, 200))
+    follows[:] = 1
+    at, counts = train._answered(ids, follows)
+    # All over the sequence, each once.
+    assert counts.all() and at.unique().numel() == train.LOOKUPS
+    assert at.min() < 300 and at.max() > 2700
+
+
+def test_weights_that_were_saved_are_loaded(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from bench.demo_model import masters
+
+    saved = {"a": torch.randn(5, 3), "b": torch.randn(2**22), "c": torch.randn(2**22)}
+    (tmp_path / "masters-7.npz").write_bytes(b"of a larger run")
+    masters.save(tmp_path, saved)
+    assert len(list(tmp_path.iterdir())) == 2
+    loaded = {key: torch.zeros_like(p) for key, p in saved.items()}
+    masters.load(tmp_path, loaded)
+    assert all(torch.equal(loaded[key], p.bfloat16().float()) for key, p in saved.items())
