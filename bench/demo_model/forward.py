@@ -63,7 +63,7 @@ class Output:
     logits: Tensor
     index_loss: Tensor
     load: Tensor
-    lookup_loss: Tensor | None
+    lookup_loss: Any
 
 
 class TrainingForm:

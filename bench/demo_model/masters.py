@@ -59,7 +59,7 @@ def save(folder: Path, parameters: dict[str, Tensor]) -> None:
         parts[-1][key] = bits
         size += bits.nbytes
     for number, part in enumerate(parts):
-        np.savez(folder / f"part-{number}.npz", **part)
+        np.savez(folder / f"part-{number}.npz", allow_pickle=False, **part)
     older = set(folder.glob("masters-*.npz"))
     for number in range(len(parts)):
         path = folder / f"masters-{number}.npz"

@@ -346,12 +346,12 @@ def losses(
     targets = ids.roll(-1, 1).long().flatten()
     follows = torch.zeros_like(weights)
     follows[:, :-1] = weights[:, 1:] * (documents[:, 1:] == documents[:, :-1])
-    out = form(parameters, Batch(ids.long(), documents, _answered(ids, follows)), selects=selects)
+    out = form(parameters, Batch(ids.long(), documents, answered(ids, follows)), selects=selects)
     loss, answers = form.cross_entropy(out.logits, targets, follows.flatten())
     return loss, answers, out.index_loss, out.lookup_loss, out.load
 
 
-def _answered(ids: Tensor, follows: Tensor) -> tuple[Tensor, Tensor]:
+def answered(ids: Tensor, follows: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens before those of answers, int64 [B, U], and whether they are, where there are few."""
     T = ids.shape[1]
     # No random numbers, which a CUDA graph would have to keep.

@@ -115,7 +115,7 @@ def test_chats_become_conversations_of_all_their_turns():
         roles = [turn.role for turn in chat.turns[:-1] for _ in turn.results or ("",)]
         assert len(conversation.messages) == len(roles) + bool(chat.system)
         seen.update(roles)
-    assert seen == {"user", "assistant", "tool"}
+    assert seen == {"user", "assistant", "tool", "system"}
 
 
 def test_a_golden_answer_notes_the_nearest_other(tmp_path: Path):
