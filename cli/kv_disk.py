@@ -98,8 +98,8 @@ def _open(
 ) -> "DiskCache | None":
     from mlx_engine.diskcache.cache import DiskCache
     from mlx_engine.fingerprint import fingerprint
-    from mlx_engine.saving import least_bytes
-    from mlx_engine.state_transfer import parts
+    from mlx_engine.saving import LEAST_TOKENS
+    from mlx_engine.state_transfer import parts, tail_bytes
 
     try:
         cache = DiskCache.open(
@@ -107,7 +107,8 @@ def _open(
             fingerprint=fingerprint(opened.checkpoint, dtype, cache_directory()),
             parts=parts(opened.config),
             space_bytes=space_bytes,
-            least_bytes=least_bytes(opened.config),
+            least_tokens=LEAST_TOKENS,
+            tail_bytes=tail_bytes(opened.config),
         )
     except CacheUnusable as error:
         say(f"the disk cache is off: {error}")

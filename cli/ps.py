@@ -31,7 +31,7 @@ def ps_command(
 ) -> None:
     """List the requests of a running server: how far each is, and what waits.
 
-    What keeps its disk cache from writing is told before.
+    What is wrong with its disk cache is told before.
     """
     status = ask_status(server_url(url), api_key)
     state = status["state"]

@@ -83,11 +83,13 @@ class DiskCache:
         parts: Parts,
         clock: PolicyClock,
         queue_bytes: int,
-        least_bytes: int,
+        least_tokens: int,
+        tail_bytes: int,
     ) -> None:
         self._store = store
-        self._notice = Notice(store, least_bytes)
-        self._least_bytes = START_BYTES + least_bytes
+        self._notice = Notice(store, layout.anchor_bytes(parts, least_tokens, tail_bytes))
+        self._least_tokens = least_tokens
+        self._tail_bytes = layout.TAIL_HEADER_BYTES + tail_bytes
         self._parts = parts
         self._clock = clock
         self._step = layout.step_tokens(parts)
@@ -116,7 +118,8 @@ class DiskCache:
         space_bytes: int = SPACE_BYTES,
         free_floor_bytes: int | None = None,
         queue_bytes: int = QUEUE_BYTES,
-        least_bytes: int = 0,
+        least_tokens: int = 1,
+        tail_bytes: int = 0,
         salt: bytes = b"",
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
@@ -126,13 +129,13 @@ class DiskCache:
         The fingerprint stands for the weights and the numerics, and caches with different salts
         (of two tenants, say) never share what is stored; the folder never grows beyond
         `space_bytes`, nor while the disk has less than `free_floor_bytes` free (5% of the disk or
-        10 GB, whichever is less). `least_bytes` are those of the smallest state: where they pass
-        the limit, the notice says so. Raises CacheUnusable, one sentence; the caller says it, or
-        the notice in `stats()`, to the user.
+        10 GB, whichever is less). Anchors lie `least_tokens` apart, and their tails have
+        `tail_bytes`: where a prompt passes the limit, the notice says so. Raises CacheUnusable, one
+        sentence; the caller says it, or the notice in `stats()`, to the user.
         """
         store = Store.open(directory, files or Files(), space_bytes, free_floor_bytes)
         root = layout.root_key(fingerprint, parts, salt)
-        return cls(store, root, parts, PolicyClock(clock), queue_bytes, least_bytes)
+        return cls(store, root, parts, PolicyClock(clock), queue_bytes, least_tokens, tail_bytes)
 
     def lookup(self, token_ids: Any) -> int:
         """The longest stored position whose tokens begin `token_ids` [T], 0 for none."""
@@ -218,7 +221,9 @@ class DiskCache:
         rows_bytes = sum(part.n_bytes(path.position, position) for part in self._parts)
         room_bytes = self._store.space_bytes - self._store.foreign_bytes
         if rows_bytes > room_bytes:
-            self._too_large(ids, 0, self._store.foreign_bytes)
+            # The tail before stays until the next one is there.
+            limit_bytes = START_BYTES + self._store.foreign_bytes + 2 * self._tail_bytes
+            self._too_large(ids, 0, limit_bytes)
         if rows_bytes > min(room_bytes, self._writer.room_bytes):
             self._dropped += 1
             return None
@@ -372,12 +377,16 @@ class DiskCache:
             return [pin for pin in self._pins if pin.is_held]
 
     def _too_large(self, ids: TokenIds, position: int, limit_bytes: int) -> None:
-        """Tell the limit that the prompt needs which begins with `ids`; this is up to `position`.
+        """Tell a limit for the prompt that begins with `ids`; this one is enough to `position`.
 
-        What all its anchors add to the rows is not counted: the smallest one stands for it.
+        Beside its rows there is room for the heads of as many anchors as may lie there; for a block
+        more, which it answers or shares the start of with an anchor that stays whole; and for two
+        tails, of that anchor and of one that was of use.
         """
-        begun = [len(p.ids) for p in self._pins_in_use() if np.array_equal(p.ids[: len(ids)], ids)]
+        with self._shelf.lock:
+            prompts = [self._recent.ids, *(pin.ids for pin in self._pins_in_use())]
+        begun = [len(each) for each in prompts if np.array_equal(each[: len(ids)], ids)]
         tokens = max(begun, default=len(ids))
-        for first, last in layout.pieces(position, tokens):
-            limit_bytes += layout.segment_file_bytes(self._parts, first, last)
-        self._notice.too_large(tokens, limit_bytes + self._least_bytes)
+        last = tokens + layout.BLOCK_TOKENS
+        later_bytes = layout.most_bytes(self._parts, position, last, self._least_tokens)
+        self._notice.too_large(tokens, limit_bytes + later_bytes + 2 * self._tail_bytes)

@@ -178,6 +178,23 @@ def anchor_file_bytes(uses: int) -> int:
     return _header_bytes(_ANCHOR.size, 1) + uses * _USE.size
 
 
+def anchor_bytes(parts: Parts, tokens: int, tail_bytes: int) -> int:
+    """All files of an anchor at `tokens` that shares nothing."""
+    return most_bytes(parts, 0, tokens, tokens) + TAIL_HEADER_BYTES + tail_bytes
+
+
+def most_bytes(parts: Parts, first: int, last: int, least_tokens: int) -> int:
+    """What the tokens [first, last) take at most, but for tails.
+
+    An anchor at every `least_tokens` has a file, and cuts a segment in two.
+    """
+    anchors = -(-(last - first) // least_tokens)
+    segments = sum(1 for _ in pieces(first, last)) + anchors - 1
+    rows = sum(part.n_bytes(first, last) for part in parts)
+    heads = segments * (segment_header_bytes(parts) + _USE.size) + anchors * anchor_file_bytes(0)
+    return rows + (last - first) * TOKEN_BYTES + heads
+
+
 def encode_segment(
     root: bytes,
     segment: SegmentId,

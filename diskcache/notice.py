@@ -4,6 +4,7 @@ Judges by the limits, the folder and the disk as they stand, and remembers what 
 """
 
 import logging
+import threading
 
 from mlx_engine.diskcache.store import START_BYTES, Store
 
@@ -16,15 +17,21 @@ class Notice:
     def __init__(self, store: Store, least_bytes: int) -> None:
         self._store = store
         self._least_bytes = START_BYTES + least_bytes
-        # What was too large for the limit, at its largest: the limit it needs, and its tokens.
+        self._lock = threading.Lock()
+        # What was too large for the limit, at its largest: a limit for it, and its tokens.
         self._too_large = (0, 0)
+        self._logged_bytes = 0
 
     def too_large(self, tokens: int, limit_bytes: int) -> None:
-        """Remember that a prompt needs another limit; the first is a line of the log."""
-        is_first = not self._too_large[0]
-        self._too_large = max(self._too_large, (limit_bytes, tokens))
-        if is_first:
-            _log.warning("%s", self._of_too_large())
+        """Remember a limit that has room for a prompt; a line of the log, again for twice of it.
+
+        Any thread may say it.
+        """
+        with self._lock:
+            self._too_large = max(self._too_large, (limit_bytes, tokens))
+            if limit_bytes >= 2 * self._logged_bytes:
+                self._logged_bytes = limit_bytes
+                _log.warning("%s", self._of_too_large())
 
     def sentence(self) -> str | None:
         """What is wrong now, None if nothing is."""
@@ -63,5 +70,5 @@ class Notice:
         return (
             f"What is computed of a prompt of {tokens} tokens does not fit into the limit of "
             f"{self._store.space_bytes} bytes for {self._store.directory}, so it is not all kept: "
-            f"allow at least {limit_bytes} with --kv-disk-space."
+            f"allow {limit_bytes} with --kv-disk-space, and more for a long answer."
         )

@@ -41,6 +41,11 @@ class RecentKeys:
         self._ids: TokenIds = np.zeros(0, "<u4")
         self._keys: dict[int, bytes] = {}
 
+    @property
+    def ids(self) -> TokenIds:
+        """The prompt that was asked for last, up to where it was longest."""
+        return self._ids
+
     def of(self, ids: TokenIds) -> dict[int, bytes]:
         """Those that are known of `ids`, for new ones to be added; it may hold later ones too."""
         n = min(ids.size, self._ids.size)

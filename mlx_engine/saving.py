@@ -19,7 +19,7 @@ from mlx_engine.errors import CacheCorrupt
 from mlx_engine.formats import CacheFormats
 from mlx_engine.session import Session
 from mlx_engine.state import Checkpoint, SessionState
-from mlx_engine.state_transfer import Import, export_rows, export_tail, parts, tail_bytes
+from mlx_engine.state_transfer import Import, export_rows, export_tail
 from mlx_engine.token_ids import TokenIds
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,6 @@ class Cache(Protocol):
     def begin(self, token_ids: TokenIds, position: int) -> Save | None: ...
 
     def protect(self, token_ids: TokenIds) -> AbstractContextManager[object]: ...
-
-
-def least_bytes(config: ModelConfig) -> int:
-    """What the smallest anchor takes in a cache, but for what the cache adds."""
-    rows_bytes = sum(part.n_bytes(0, LEAST_TOKENS) for part in parts(config))
-    return rows_bytes + tail_bytes(config)
 
 
 def restore(

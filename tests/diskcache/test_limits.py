@@ -1,10 +1,13 @@
 """The limits of folder and disk: what is refused, what is evicted for what, and what stays."""
 
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from mlx_engine.diskcache import layout, names
+from mlx_engine.diskcache.cache import DiskCache
 from mlx_engine.diskcache.index import Anchor
 from mlx_engine.diskcache.layout import TokenIds
 from mlx_engine.diskcache.policy import PolicyClock
@@ -17,11 +20,19 @@ from tests.diskcache.content import (
     folder_bytes,
     opened,
     restored,
+    room,
     tail,
     tokens,
 )
 from tests.diskcache.recording import HastyFiles
-from tests.diskcache.support import SmallDisk, saved, warnings
+from tests.diskcache.support import (
+    RELEASED_PARTS,
+    RELEASED_ROW_BYTES,
+    RELEASED_TAIL_BYTES,
+    SmallDisk,
+    saved,
+    warnings,
+)
 
 
 def test_a_disk_near_its_end_takes_nothing(tmp_path: Path) -> None:
@@ -259,28 +270,68 @@ def test_uses_count_over_a_restart(tmp_path: Path) -> None:
         assert cache.lookup(ids[1]) == 0
 
 
-def test_a_prompt_that_does_not_fit_is_told_once_with_the_limit_that_it_needs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ids = tokens(1, 9000)
+def allowed(line: str) -> int:
+    """The limit that a notice tells."""
+    return int(line.split(" allow ")[1].split()[0])
 
-    def keep(folder: str, space_bytes: int, *positions: int) -> str:
-        """Save anchors of one prompt that is in use, among stored ones that are not."""
-        with opened(tmp_path / folder, space_bytes=space_bytes, least_bytes=2000) as cache:
-            saved(cache, tokens(2, 3000), 3000)
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_prompt_that_does_not_fit_is_told_with_a_limit_that_has_room_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    random = Random(seed)
+    # It parts from the other one behind an anchor, where a start of the next segment is shared.
+    n_tokens, shared = random.randrange(5000, 20_000, 100), random.randrange(0, 5000, 1000) + 90
+    other = tokens(2, 5000)
+    ids = tokens(1, n_tokens - shared, after=other[:shared])
+    count = random.choice((1, 4, 12, n_tokens // 100))
+    positions = [*sorted(random.sample(range(100, n_tokens, 100), count - 1)), n_tokens]
+    n_protected = random.choice((0, count // 2, count))
+    tail_bytes = random.choice((400, 80_000))
+
+    def store(cache: DiskCache, ids: TokenIds, *positions: int, saved_s: float = 1e6) -> None:
+        for position in positions:
+            started = begin(cache, ids, position)
+            if started is not None:
+                started.finish(bytes(tail_bytes), saved_s)
+            assert cache.flush(FLUSH_S)
+
+    def keep(folder: str, space_bytes: int) -> str:
+        """Save anchors of a prompt, at first while it is read, beside another that begins alike."""
+        options = {"space_bytes": space_bytes, "least_tokens": 100, "tail_bytes": tail_bytes}
+        with opened(tmp_path / folder) as cache:
+            store(cache, other, *range(1000, 5001, 1000), saved_s=1.0)
+        with opened(tmp_path / folder, **options) as cache:
             with cache.protect(ids):
-                saved(cache, ids, *positions)
-            assert (cache.lookup(ids) == 9000) == (space_bytes > 100_000)
+                found = cache.restore(ids, n_tokens, room(n_tokens))
+                left = [p for p in positions if found is None or p > found.position]
+                store(cache, ids, *left[:n_protected])
+            store(cache, ids, *left[n_protected:])
+            assert (cache.lookup(ids) == n_tokens) == (folder == "enough")
             return str(cache.stats().notice)
 
-    said = keep("small", 100_000, 1000, 5000, 7000, 9000)
+    n_bytes = sum(part.n_bytes(0, n_tokens) for part in PARTS)
+    space_bytes = int(n_bytes * random.uniform(0.2, 1.0)) + tail_bytes
+    said = keep("small", space_bytes)
     (first,) = warnings(caplog)
-    limit_bytes = int(first.split("allow at least ")[1].split()[0])
-    assert "a prompt of 9000 tokens" in first and "limit of 100000 bytes" in first
-    assert str(tmp_path / "small") in first and said >= first
+    assert f"a prompt of {n_tokens} tokens" in first and f"limit of {space_bytes} bytes" in first
+    assert str(tmp_path / "small") in first
     caplog.clear()
-    assert keep("enough", limit_bytes, 1000, 5000, 7000, 9000) == "None"
+    assert allowed(said) >= allowed(first) and keep("enough", allowed(first)) == "None"
     assert warnings(caplog) == []
+
+
+def test_a_prompt_is_told_again_when_it_needs_twice_as_much(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = tokens(1, 40_000)
+    with opened(tmp_path / "kv", space_bytes=50_000) as cache:
+        for n_tokens in range(4000, 40_001, 4000):
+            assert cache.begin(ids[:n_tokens], n_tokens) is None
+            assert f"a prompt of {n_tokens} tokens" in str(cache.stats().notice)
+    told = [allowed(line) for line in warnings(caplog)]
+    assert 2 < len(told) < 5
+    assert all(after >= 2 * before for before, after in pairwise(told))
 
 
 def test_rows_beyond_the_limit_are_told_before_they_are_handed_over(
@@ -291,6 +342,18 @@ def test_rows_beyond_the_limit_are_told_before_they_are_handed_over(
         assert cache.begin(ids, 9000) is None
         assert "a prompt of 9000 tokens" in str(cache.stats().notice)
     assert len(warnings(caplog)) == 1
+
+
+def test_the_limit_that_is_told_is_hardly_more_than_what_the_released_model_keeps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    n_tokens = 1_000_000
+    options = {"parts": RELEASED_PARTS, "least_tokens": 128, "tail_bytes": RELEASED_TAIL_BYTES}
+    with opened(tmp_path / "kv", space_bytes=10**8, **options) as cache:
+        assert cache.begin(tokens(1, n_tokens), n_tokens) is None
+    kept_bytes = n_tokens * (RELEASED_ROW_BYTES + layout.TOKEN_BYTES)
+    (line,) = warnings(caplog)
+    assert kept_bytes < allowed(line) < 1.03 * kept_bytes
 
 
 def test_what_is_worth_too_little_is_refused_in_silence(

@@ -103,11 +103,11 @@ def test_a_limit_that_is_too_small_is_said(tmp_path: Path) -> None:
 
 def test_a_limit_that_is_too_small_for_a_state_is_said(tmp_path: Path) -> None:
     for space_bytes, is_said in ((5000, True), (50_000, False)):
-        options = {"space_bytes": space_bytes, "least_bytes": 20_000}
+        options = {"space_bytes": space_bytes, "tail_bytes": 20_000}
         with opened(tmp_path / "kv", **options) as cache:
             assert ("too small" in str(cache.stats().notice)) == is_said
     (tmp_path / "kv" / "film.mov").write_bytes(bytes(40_000))
-    with opened(tmp_path / "kv", space_bytes=50_000, least_bytes=20_000) as cache:
+    with opened(tmp_path / "kv", space_bytes=50_000, tail_bytes=20_000) as cache:
         assert "not the cache's" in str(cache.stats().notice)
 
 
