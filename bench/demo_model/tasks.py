@@ -124,9 +124,8 @@ def _with_tools(rng: Random, chat: Chat, room: int) -> None:
     size = int(most ** rng.choice((0.5, 0.8, 1, 1)))
     count = rng.randint(rng.choice((1, max(1, size * 2 // 3))), size)
     spare = max(0, room - min(turns * _TOOL_TURN, room // 2) - _HEAD - count * _DEFINITION)
-    wordy = (
-        rng.uniform(0, spare / count / 2) if rng.random() < (0.6 if room > _LONG else 0.3) else 0
-    )
+    is_wordy = rng.random() < (0.6 if room > _LONG else 0.3)
+    wordy = rng.uniform(0, spare / count / 2) if is_wordy else 0
     everyday = everyday_of(rng, rng.randint(1, min(5, count))) if rng.random() < 0.3 else []
     opaque = rng.choice(_OPAQUE)
     tools = tools_of(rng, count - len(everyday), int(min(wordy, 3000)), _LIKE, opaque)
