@@ -7,7 +7,7 @@ an event and of a whole answer are the protocols' part.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
@@ -77,25 +77,23 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._ticket = ticket
         self._writer = writer
-        self._keep_alive_s = keep_alive_s
+        self._silence = _Silence(keep_alive_s, keep_alive_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        silence = _Silence(self._keep_alive_s, self._keep_alive_s, scope)
-
         async def write(pieces: Iterable[bytes]) -> None:
             data = b"".join(pieces)
             # Events that say nothing to the client are no sign of life.
-            if not data and silence.is_over:
+            if not data and self._silence.is_over:
                 data = self._writer.keep_alive()
             if data:
-                silence.end()
+                self._silence.end()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
             headers = [*self.raw_headers]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await write(self._writer.start())
-            async with aclosing(_arrivals(self._ticket, receive, silence)) as arrivals:
+            async with aclosing(_arrivals(self._ticket, scope, receive, self._silence)) as arrivals:
                 async for events in arrivals:
                     await write(piece for event in events for piece in self._bytes(event))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -136,15 +134,13 @@ class WholeAnswer(Response):
         self._answer = answer
         self._path = path
         self._request_id = request_id
-        self._silence_s = silence_s
-        self._keep_alive_s = keep_alive_s
+        self._silence = _Silence(silence_s, keep_alive_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        silence = _Silence(self._silence_s, self._keep_alive_s, scope)
         has_begun = False
         error: Exception | None = None
         try:
-            async with aclosing(_arrivals(self._ticket, receive, silence)) as arrivals:
+            async with aclosing(_arrivals(self._ticket, scope, receive, self._silence)) as arrivals:
                 async for events in arrivals:
                     for event in events:
                         if isinstance(event, Failed):
@@ -152,7 +148,7 @@ class WholeAnswer(Response):
                         else:
                             self._answer.add(event)
                     is_last = bool(events) and isinstance(events[-1], End | Failed)
-                    if silence.is_over and not is_last:
+                    if self._silence.is_over and not is_last:
                         if not has_begun:
                             has_begun = True
                             # Whoever passes it on adds headers to it, so each answer has its own.
@@ -160,7 +156,7 @@ class WholeAnswer(Response):
                             await send(
                                 {"type": "http.response.start", "status": 200, "headers": headers}
                             )
-                        silence.end()
+                        self._silence.end()
                         await send({"type": "http.response.body", "body": b" ", "more_body": True})
         except ClientGone:
             return
@@ -188,20 +184,17 @@ def _json(data: Mapping[str, Any]) -> bytes:
 
 
 class _Silence:
-    """How long nothing may be sent: at first, and then each time.
+    """How long nothing may be sent: at first, and then each time; shorter where `is_in_doubt`."""
 
-    Shorter once the client has ended its side.
-    """
-
-    def __init__(self, first_s: float, then_s: float, scope: Scope) -> None:
+    def __init__(self, first_s: float, then_s: float) -> None:
         self._since_s = time.monotonic()
         self._most_s = first_s
         self._then_s = then_s
-        self._state: Mapping[str, Any] = scope["state"]
+        self.is_in_doubt: Callable[[], bool] = lambda: False
 
     @property
     def left_s(self) -> float:
-        most_s = min(self._most_s, PROBE_S) if HAS_ENDED in self._state else self._most_s
+        most_s = min(self._most_s, PROBE_S) if self.is_in_doubt() else self._most_s
         return max(self._since_s + most_s - time.monotonic(), 0.0)
 
     @property
@@ -215,7 +208,7 @@ class _Silence:
 
 
 async def _arrivals(
-    ticket: Ticket, receive: Receive, silence: _Silence
+    ticket: Ticket, scope: Scope, receive: Receive, silence: _Silence
 ) -> AsyncGenerator[list[JobEvent]]:
     """Yield the events that have come, up to the last; nothing when the silence is over.
 
@@ -226,6 +219,7 @@ async def _arrivals(
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    silence.is_in_doubt = lambda: HAS_ENDED in scope["state"]
     left = asyncio.create_task(leave())
     try:
         placing = ticket.placing
