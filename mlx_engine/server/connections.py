@@ -74,9 +74,8 @@ class Connection(H11Protocol):
             )
 
     def _tell_of_end(self) -> None:
-        if self._has_ended and (self.cycle.response_complete or self.cycle.more_body):
-            # What else has come, if anything, will never be whole.
-            self.transport.close()
+        if self._has_ended and self.cycle.response_complete:
+            self.timeout_keep_alive_handler()
         elif self._has_ended:
             self.cycle.scope.setdefault("state", {})[HAS_ENDED] = True
 
