@@ -1,7 +1,6 @@
 """Connections of clients: how many there may be, and what becomes of one that says nothing.
 
-Owns the limit of open files, the wait for a request's head, and how a client ends its side; a
-request's body is waited for elsewhere.
+Owns the limit of open files and the wait for a request's head; its body is waited for elsewhere.
 """
 
 import asyncio
@@ -16,10 +15,6 @@ _FILES = 8192
 # A client that sends nothing for so long, or half of a head, has left without a word.
 HEAD_SILENCE_S = 30.0
 
-# In the state of a request's scope: whether the client has ended its side. It may have left, and
-# only what is sent to it tells.
-HAS_ENDED = "client_has_ended"
-
 
 def allow_many() -> None:
     """Let this process have as many connections as the system gives, up to some thousands."""
@@ -33,12 +28,10 @@ def allow_many() -> None:
 class Connection(H11Protocol):
     """A connection that is closed when no whole head of a request comes.
 
-    Between two requests the library's own, longer limit holds. A client that ends its side after a
-    whole request is answered all the same.
+    Between two requests the library's own, longer limit holds.
     """
 
     _timer: asyncio.TimerHandle | None = None
-    _has_ended = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -47,17 +40,6 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
-
-    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Whether the connection stays, for something is to be answered."""
-        cycle = self.cycle
-        self._has_ended = cycle and not cycle.more_body and not cycle.response_complete
-        self._tell_of_end()
-        return self._has_ended
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()  # which may begin the next request
-        self._tell_of_end()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -72,12 +54,6 @@ class Connection(H11Protocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
-
-    def _tell_of_end(self) -> None:
-        if self._has_ended and self.cycle.response_complete:
-            self.timeout_keep_alive_handler()
-        elif self._has_ended:
-            self.cycle.scope.setdefault("state", {})[HAS_ENDED] = True
 
     def _wait(self) -> None:
         if self._timer is None:

@@ -7,7 +7,7 @@ an event and of a whole answer are the protocols' part.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from mlx_engine.errors import EngineError
 from mlx_engine.job import Failed, Job, JobEvent
 from mlx_engine.respond import End, Event
-from mlx_engine.server.connections import HAS_ENDED
 from mlx_engine.server.errors import ClientGone, error_body, error_response
 from mlx_engine.server.ticket import Ticket
 
@@ -27,10 +26,6 @@ KEEP_ALIVE_S = 5.0
 # Node's fetch gives up after five minutes without a header. A status that was sent cannot be taken
 # back, so the header of a whole answer waits until most errors would have shown.
 WHOLE_SILENCE_S = 30.0
-
-# A client that has ended its side is sent something so often: where it has left, the first is
-# answered by a reset, which the second finds.
-PROBE_S = 0.5
 
 
 class Writer(Protocol):
@@ -93,7 +88,7 @@ class EventStream(Response):
             headers = [*self.raw_headers]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await write(self._writer.start())
-            async with aclosing(_arrivals(self._ticket, scope, receive, self._silence)) as arrivals:
+            async with aclosing(_arrivals(self._ticket, receive, self._silence)) as arrivals:
                 async for events in arrivals:
                     await write(piece for event in events for piece in self._bytes(event))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -140,7 +135,7 @@ class WholeAnswer(Response):
         has_begun = False
         error: Exception | None = None
         try:
-            async with aclosing(_arrivals(self._ticket, scope, receive, self._silence)) as arrivals:
+            async with aclosing(_arrivals(self._ticket, receive, self._silence)) as arrivals:
                 async for events in arrivals:
                     for event in events:
                         if isinstance(event, Failed):
@@ -184,18 +179,15 @@ def _json(data: Mapping[str, Any]) -> bytes:
 
 
 class _Silence:
-    """How long nothing may be sent: at first, and then each time; shorter where `is_in_doubt`."""
+    """How long nothing may be sent: at first, and then each time."""
 
     def __init__(self, first_s: float, then_s: float) -> None:
-        self._since_s = time.monotonic()
-        self._most_s = first_s
+        self._until_s = time.monotonic() + first_s
         self._then_s = then_s
-        self.is_in_doubt: Callable[[], bool] = lambda: False
 
     @property
     def left_s(self) -> float:
-        most_s = min(self._most_s, PROBE_S) if self.is_in_doubt() else self._most_s
-        return max(self._since_s + most_s - time.monotonic(), 0.0)
+        return max(self._until_s - time.monotonic(), 0.0)
 
     @property
     def is_over(self) -> bool:
@@ -203,12 +195,11 @@ class _Silence:
 
     def end(self) -> None:
         """Something is sent."""
-        self._since_s = time.monotonic()
-        self._most_s = self._then_s
+        self._until_s = time.monotonic() + self._then_s
 
 
 async def _arrivals(
-    ticket: Ticket, scope: Scope, receive: Receive, silence: _Silence
+    ticket: Ticket, receive: Receive, silence: _Silence
 ) -> AsyncGenerator[list[JobEvent]]:
     """Yield the events that have come, up to the last; nothing when the silence is over.
 
@@ -219,13 +210,12 @@ async def _arrivals(
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    silence.is_in_doubt = lambda: HAS_ENDED in scope["state"]
     left = asyncio.create_task(leave())
     try:
         placing = ticket.placing
         assert placing is not None
         while not placing.done():
-            await _first(left, placing, silence)
+            await _first(left, placing, silence.left_s)
             if silence.is_over:
                 yield []
         refusal = None
@@ -260,7 +250,7 @@ async def _events(
         while True:
             arrival = asyncio.create_task(arrived.wait())
             try:
-                await _first(left, arrival, silence)
+                await _first(left, arrival, silence.left_s)
             finally:
                 arrival.cancel()
             arrived.clear()
@@ -274,10 +264,8 @@ async def _events(
         job.wake = lambda: None
 
 
-async def _first(left: "asyncio.Task[None]", other: "asyncio.Task[Any]", silence: _Silence) -> None:
-    """Wait for the other task, at most for a moment. Raises ClientGone when the client leaves."""
-    # Nobody tells when the doubts begin.
-    timeout_s = min(silence.left_s, PROBE_S)
+async def _first(left: "asyncio.Task[None]", other: "asyncio.Task[Any]", timeout_s: float) -> None:
+    """Wait for the other task, at most so long. Raises ClientGone when the client leaves first."""
     await asyncio.wait((left, other), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if left.done():
         raise ClientGone("the client left before its answer was complete")
