@@ -47,7 +47,7 @@ PHASES = (
 SEES_ALL = 1024
 # One head of the layer that names candidates is taught to look where the text before a token stood
 # first, at so many tokens of a sequence. That a name stands before what it is asked by was not
-# learned without in 500 million tokens: no part of such a lookup helps before all of it is there.
+# learned without in 400 million tokens: no part of such a lookup helps before all of it is there.
 LOOKUPS = 1024
 LOOKUP_WEIGHT = 0.2
 TOKENS = 32768
