@@ -65,6 +65,10 @@ class Chat:
     def answer(self, text: str = "", reasoning: str = "", calls: Sequence[Call] = ()) -> None:
         self.turns.append(Turn("assistant", text, reasoning, tuple(calls)))
 
+    def call(self, calls: Sequence[Call], reasoning: str, said: str = "") -> None:
+        """Calls; `said` stands before them where there is no reasoning."""
+        self.answer("" if self.thinks else said, reasoning, calls)
+
     def results(self, *texts: str) -> None:
         self.turns.append(Turn("tool", results=texts))
 

@@ -11,9 +11,9 @@ from bench.demo_model.results import Outcome, exchange
 from bench.demo_model.words import (
     CITIES,
     WEATHERS,
+    any_path,
     any_word,
     city_of,
-    deep_path,
     email_of,
     file_name,
     listed,
@@ -95,7 +95,7 @@ def _mail(rng: Random) -> Errand:
 
 
 def _folder(rng: Random) -> Errand:
-    folder = rng.choice((path_of, deep_path))(rng).rsplit("/", 1)[0] or "."
+    folder = any_path(rng).rsplit("/", 1)[0] or "."
     names = sorted({file_name(rng) for _ in range(rng.randint(1, 6))})
     request = rng.choice(("Which files are in {}?", "List the files in {}."))
     text = rng.choice(("\n".join(names), json.dumps(names, ensure_ascii=False)))
@@ -120,7 +120,7 @@ def _command(rng: Random) -> Errand:
 
 
 def _write(rng: Random) -> Errand:
-    path, text = rng.choice((path_of, deep_path))(rng), phrase_of(rng, 8)
+    path, text = any_path(rng), phrase_of(rng, 8)
     request = rng.choice(('Write "{1}" into the file {0}.', "Make a file {0} that says: {1}"))
     done = rng.choice(("ok", "File written.", f"wrote {len(text)} bytes"))
     return Errand(request.format(path, text), (path, text), (done, f"I wrote the file {path}."))

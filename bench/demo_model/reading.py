@@ -7,7 +7,7 @@ from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.facts import QUESTIONS, STATEMENTS, facts_of, worded
 from bench.demo_model.prose import code_line, filler, instruction, manual
 from bench.demo_model.results import exchange, value_of
-from bench.demo_model.words import any_word, capital, deep_path, path_of, snake, word_of
+from bench.demo_model.words import any_path, any_word, capital, snake, word_of
 
 _NAMES = (
     "Read Read read_file ReadFile open_file cat view fs_read readText get_file_contents file_read "
@@ -83,7 +83,7 @@ def request_to_read(rng: Random, path: str) -> str:
 
 def reading_turn(rng: Random, chat: Chat, reader: Json, characters: int = 400) -> None:
     """A file of up to about so many characters is read, and something in it is told."""
-    path = rng.choice((path_of, deep_path))(rng)
+    path = any_path(rng)
     characters = int(characters ** rng.uniform(0.5, 1))
     kind = rng.random()
     if kind < 0.5:

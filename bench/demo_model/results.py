@@ -91,7 +91,7 @@ def exchange(
         notes = [notice(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         request = "\n\n".join([*notes, request] if rng.random() < 0.7 else [request, *notes])
     chat.user(request)
-    chat.answer("" if chat.thinks else said, reasoning, calls)
+    chat.call(calls, reasoning, said)
     texts = [text for text, _ in outcomes]
     if is_noted and rng.random() < 0.5:
         texts[-1] += "\n\n" + notice(rng)
@@ -189,10 +189,10 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     request, plan = request_of(rng, one, first)
     form = rng.choice(("{} Then {} of it{}.", "{} After that, {} of what you get{}."))
     chat.user(form.format(request, other.task, tail))
-    chat.answer("" if chat.thinks else plan, _because(one, plan), [Call(one.name, first)])
+    chat.call([Call(one.name, first)], _because(one, plan), plan)
     chat.results(_record(rng, one.noun, value))
     calls = [Call(other.name, {then.name: value} | arguments)]
-    chat.answer("" if chat.thinks else plan_of(other), _because(other), calls)
+    chat.call(calls, _because(other), plan_of(other))
     text, answer = result_of(rng, other, value)
     chat.results(text)
     said = f"The {one.noun} of {subject} is {value}. {answer}"

@@ -200,6 +200,11 @@ def deep_path(rng: Random) -> str:
     return root + "/".join([*folders, file_name(rng)])
 
 
+def any_path(rng: Random) -> str:
+    """A path as people write them, or a deep one."""
+    return rng.choice((path_of, deep_path))(rng)
+
+
 def kebab(rng: Random) -> str:
     """Two words joined by a hyphen."""
     return f"{any_word(rng)}-{any_word(rng)}"
