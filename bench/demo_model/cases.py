@@ -85,7 +85,7 @@ def _kind(kind: str) -> tuple[Maker, int, int]:
     number = int(last) if last.isdigit() else 0
     for start, (make, questions) in _MAKERS.items():
         if kind.startswith(start):
-            return make, number, max(questions, 10) if number >= 24 and questions > 1 else questions
+            return make, number, questions
     return lambda _, rng, chat, __: exercise(rng, chat, kind), 0, 1
 
 
@@ -182,19 +182,19 @@ def _story(_: Random, rng: Random, chat: Chat, __: int) -> None:
     del chat.turns[2:]
 
 
-# By how the kind's name begins, the first that fits: how many questions a short context is asked.
+# By how the kind's name begins, the first that fits: how many questions a context is asked.
 _MAKERS: dict[str, tuple[Maker, int]] = {
     "recall": (_recall, 5),
-    "call of": (_call, 5),
-    "call in": (_long_call, 20),
-    "result": (_result, 5),
-    "parallel": (_parallel, 5),
+    "call of": (_call, 2),
+    "call in": (_long_call, 5),
+    "result": (_result, 2),
+    "parallel": (_parallel, 2),
     "everyday": (_everyday, 1),
     "read of call": (_read_call, 1),
     "read of answer": (_reading, 1),
-    "read in": (_long_reading, 20),
-    "read under": (_under_head, 20),
-    "told under": (_told_under_head, 20),
+    "read in": (_long_reading, 5),
+    "read under": (_under_head, 5),
+    "told under": (_told_under_head, 5),
     "personal": (lambda _, rng, chat, __: personal(rng, chat), 1),
     "small talk": (lambda _, rng, chat, __: small_talk(rng, chat), 1),
     STORY: (_story, 1),

@@ -116,7 +116,7 @@ _MAKERS: dict[str, Callable[[Random], Exercise]] = {
 }
 EXERCISES = tuple(_MAKERS)
 # Those that took longest to learn come more often.
-_DRAWN = [*EXERCISES, "sort numbers", "sort words", "sum", "sum", "copy"]
+_DRAWN = [*EXERCISES, *["sort numbers"] * 3, "sort words", "sum", "sum", "copy"]
 
 
 def exercise(rng: Random, chat: Chat, kind: str | None = None) -> None:

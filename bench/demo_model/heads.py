@@ -89,7 +89,7 @@ class Called:
 
 def with_tools(rng: Random, chat: Chat, stock: Stock, characters: int) -> Called:
     """Give the conversation tools: a reader, some that are asked for, and many that are not."""
-    reader = _reader(rng, stock, int(rng.uniform(0, min(1500, characters / 4))))
+    reader = _reader(rng, stock, int(rng.uniform(0, min(2500, characters / 3))))
     everyday = everyday_of(rng, min(rng.randint(0, 4), characters // 400))
     tools = tools_of(rng, min(rng.randint(0, 5), characters // 500), min(600, characters // 12))
     chosen = {tool.name: tool.definition for tool in tools}

@@ -7,6 +7,7 @@ from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.facts import QUESTIONS, STATEMENTS, facts_of, worded
 from bench.demo_model.prose import code_line, filler, instruction, manual
 from bench.demo_model.results import exchange, value_of
+from bench.demo_model.tools import described
 from bench.demo_model.words import any_path, any_word, capital, snake, word_of
 
 _NAMES = (
@@ -16,8 +17,10 @@ _NAMES = (
 _PATHS = "file_path file_path path file filename filePath absolute_path target_file".split()
 _OF_PATHS = (
     "The path of the file to read",
-    "The path of the file to read",
+    "The full path of the file",
     "The file",
+    "The file's absolute path, as text",
+    "A path. It must begin with a slash.",
     "Where the file is, from the root on",
     "Which file",
 )
@@ -62,11 +65,12 @@ def reader_of(rng: Random, characters: int = 0) -> Json:
     """The definition of a tool that reads a file, described in about so many characters."""
     name = rng.choice(_NAMES) if rng.random() < 0.85 else word_of(rng)
     path = rng.choice(_PATHS)
-    properties: Json = {path: {"type": "string", "description": rng.choice(_OF_PATHS)}}
+    about = rng.choice(_OF_PATHS) if rng.random() < 0.7 else instruction(rng)
+    properties: Json = {path: described(rng, {"type": "string"}, about)}
     for extra in ("offset", "limit", "pages", any_word(rng)):
         if rng.random() < 0.35:
             about = f"The {extra} in lines" if rng.random() < 0.5 else instruction(rng)
-            properties[extra] = {"type": "number", "description": about}
+            properties[extra] = described(rng, {"type": "number"}, about)
     parameters: Json = {"type": "object", "properties": properties, "required": [path]}
     if rng.random() < 0.3:
         parameters["additionalProperties"] = False

@@ -78,10 +78,14 @@ class Parameter:
             schema["enum"] = list(self.choices)
         kind = rng.random()
         if kind < 0.4:
-            schema["description"] = f"The {self.name} of the {noun}"
-        elif kind < 0.5:
-            schema["description"] = instruction(rng)
-        return schema
+            return described(rng, schema, f"The {self.name} of the {noun}")
+        return described(rng, schema, instruction(rng)) if kind < 0.5 else schema
+
+
+def described(rng: Random, schema: Json, text: str) -> Json:
+    """A parameter's schema with its description, first or last: programs write both."""
+    about: Json = {"description": text}
+    return about | schema if rng.random() < 0.5 else schema | about
 
 
 @dataclass(frozen=True)
