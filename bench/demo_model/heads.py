@@ -12,7 +12,7 @@ from bench.demo_model.everyday import Named, everyday_of
 from bench.demo_model.exercises import exercise
 from bench.demo_model.facts import personal
 from bench.demo_model.reading import reader_of, reading_turn
-from bench.demo_model.results import tool_turn
+from bench.demo_model.results import about_parameters, tool_turn
 from bench.demo_model.stock import Stock
 from bench.demo_model.talk import pretending, small_talk
 from bench.demo_model.tools import Tool, tools_of
@@ -52,6 +52,9 @@ def agent(rng: Random, chat: Chat, tokens: int) -> None:
         chat.system = stock.passage(room_of["system"])
     used = len(chat.system) + len(str(chat.tools))
     around = min(1, max(0, room - used) / (1 + room_of["before"] + room_of["behind"]))
+    # Of all those tools few are called, and their parameters are known after the first call.
+    for _ in range(int(rng.choice((0, 2, 8, 16)) * min(1, most / 10_000))):
+        about_parameters(rng, chat, rng.choice(chat.tools))
     parts = [rng.random() ** 3 + 0.02 for _ in range(turns)]
     for part in parts:
         first = len(chat.turns)

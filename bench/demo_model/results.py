@@ -202,29 +202,41 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
 def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
     """A question about the tools themselves."""
     tool = rng.choice(tools)
-    needs = f"{tool.name} needs {listed(_needed(tool))}."
     kind = rng.random()
-    if kind < 0.45:
+    if kind < 0.35:
         form = rng.choice(
             ("Which tool can {}?", "Is there a tool to {}?", "What do you use to {}?")
         )
         chat.user(form.format(tool.task))
         chat.answer(plan_of(tool), _because(tool))
-    elif kind < 0.7:
+    elif kind < 0.55:
         asked = rng.sample(tools, min(len(tools), rng.randint(2, 4)))
         form = rng.choice(("Which tools can {}?", "Which tools do you use to {}?"))
         chat.user(form.format(listed([each.task for each in asked])))
         chat.answer(" ".join(map(plan_of, asked)), "I look for each of them.")
-    elif kind < 0.75:
+    elif kind < 0.6:
         chat.user(f"What do I have to give to {tool.task}?")
+        needs = f"{tool.name} needs {listed(_needed(tool))}."
         chat.answer(f"{plan_of(tool)} {needs}", _because(tool))
     elif kind < 0.9:
-        form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
-        chat.user(form.format(tool.name))
-        chat.answer(needs, f"I look for {tool.name}.")
+        about_parameters(rng, chat, tool.definition)
     else:
         chat.user(f"What can {tool.name} do?")
         chat.answer(f"{tool.name} can {tool.task}.", f"I look for {tool.name}.")
+
+
+def about_parameters(rng: Random, chat: Chat, definition: Json) -> None:
+    """A question about what a tool is given: its description stands between that and its name."""
+    name, schema = definition["name"], definition["parameters"]
+    names = list(schema["properties"])
+    if schema.get("required") and rng.random() < 0.5:
+        form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
+        answer = f"{name} needs {listed(schema['required'])}."
+    else:
+        form = rng.choice(("What is the first parameter of {}?", "What does {} take first?"))
+        answer = f"The first parameter of {name} is {names[0]}." if names else f"{name} has none."
+    chat.user(form.format(name))
+    chat.answer(answer, f"I look for {name}.")
 
 
 def long_result(rng: Random, chat: Chat, tools: list[Tool], characters: int) -> None:
