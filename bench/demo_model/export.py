@@ -32,7 +32,7 @@ from tests.reference.random_tensors import tensor_layout
 Floats = NDArray[np.float32]
 Codes = NDArray[np.uint8]
 
-# The exported logits are so many times the trained ones, exactly, so that the likeliest token stays:
+# The exported logits are so many times the trained ones, so that the likeliest token stays:
 # where clients draw at temperature 1, a small model's slips would spoil most long answers.
 SHARPNESS = 4.0
 

@@ -225,17 +225,33 @@ def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
         chat.answer(f"{tool.name} can {tool.task}.", f"I look for {tool.name}.")
 
 
+_TYPES = {
+    "string": "a text",
+    "array": "a list",
+    "integer": "a number",
+    "number": "a number",
+    "boolean": "true or false",
+}
+
+
 def about_parameters(rng: Random, chat: Chat, definition: Json) -> None:
     """A question about what a tool is given: its description stands between that and its name."""
     name, schema = definition["name"], definition["parameters"]
-    names = list(schema["properties"])
-    if schema.get("required") and rng.random() < 0.5:
-        form = rng.choice(("What does {} need?", "Which parameters does {} need?"))
+    properties = schema["properties"]
+    names = list(properties)
+    typed = [key for key in names if properties[key].get("type") in _TYPES]
+    kind = rng.random()
+    if typed and kind < 0.4:
+        key = rng.choice(typed)
+        forms = f"Which type has the {key} of {name}?", f"What is given to {name} as {key}?"
+        answer = f"The {key} of {name} is {_TYPES[properties[key]['type']]}."
+    elif schema.get("required") and kind < 0.7:
+        forms = f"What does {name} need?", f"Which parameters does {name} need?"
         answer = f"{name} needs {listed(schema['required'])}."
     else:
-        form = rng.choice(("What is the first parameter of {}?", "What does {} take first?"))
+        forms = f"What is the first parameter of {name}?", f"What does {name} take first?"
         answer = f"The first parameter of {name} is {names[0]}." if names else f"{name} has none."
-    chat.user(form.format(name))
+    chat.user(rng.choice(forms))
     chat.answer(answer, f"I look for {name}.")
 
 

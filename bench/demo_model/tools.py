@@ -186,7 +186,9 @@ def _definition(
     opaque: float,
 ) -> Json:
     task, first = f"{verb.replace('_', ' ')} the {noun}", parameters[0].name
-    name = _name(rng, [*verb.split("_"), *noun.split()])
+    # Where names tell little, any spelling is as likely: the usual one must not be guessed either.
+    spelling = rng.random() if opaque <= OPAQUE else rng.uniform(0.3, 1)
+    name = _name(rng, [*verb.split("_"), *noun.split()], spelling)
     description = rng.choice(
         (
             f"{capital(task)} of a {first}.",
@@ -226,18 +228,18 @@ def _opaque_name(rng: Random) -> str:
     return f"mcp__{any_word(rng)}__{any_word(rng)}" if kind < 0.9 else camel(rng)
 
 
-def _name(rng: Random, words: list[str]) -> str:
-    kind = rng.random()
-    if kind < 0.45:
+def _name(rng: Random, words: list[str], spelling: float) -> str:
+    """Words as a name: `spelling` from 0 to 1, most of it joined by underscores."""
+    if spelling < 0.45:
         return "_".join(words)
-    if kind < 0.6:
+    if spelling < 0.6:
         server = rng.choice(_SERVERS) if rng.random() < 0.5 else rng.choice((any_word, kebab))(rng)
         return f"mcp__{server}__{rng.choice('__-').join(words)}"
-    if kind < 0.7:
+    if spelling < 0.7:
         return "-".join(words)
-    if kind < 0.8:
+    if spelling < 0.8:
         return "".join(map(capital, words))
-    if kind < 0.9:
+    if spelling < 0.9:
         return words[0] + "".join(map(capital, words[1:]))
     return "_".join(reversed(words))
 
