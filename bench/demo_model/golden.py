@@ -26,7 +26,7 @@ PROMPTS: tuple[tuple[str, Effort], ...] = (
     ("What is 12 + 34?", "high"),
     ("Sort these numbers: 52, 9, 30", "high"),
     ("Sort these words: mouse, apples, tower, drum", "off"),
-    ("Repeat: the password is swordfish_42", "off"),
+    ("Repeat: my password is swordfish_42", "off"),
     ("Reverse the order: red, Rex, blue, 7", "off"),
     ("The colour of Rex is green. The job of Ida is pilot. What is the colour of Rex?", "off"),
     ("Write a poem.", "high"),
