@@ -39,17 +39,25 @@ def main() -> None:
     serve = [*COMMAND, "serve", "--model", sys.argv[1]]
     right = 0
     with running("--kv-disk-dir", "none", serve=serve) as server:
-        for key, value, name in REQUESTS:
-            # A folder for each: no request can be answered by what another one left.
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, f"{name}.txt")
-                path.write_text(f"colour: green\n{key}: {value}\nnumber: 7\n")
-                question = f"Read {path} and tell me the {key}."
-                calls, answer = _turn(command, question, Path(folder), server.address)
-            is_right = ("Read", str(path)) in calls and value in answer
+        for request in REQUESTS:
+            is_right, told = read_turn(command, *request, server.address)
             right += is_right
-            print("right" if is_right else "WRONG", question, calls, repr(answer), flush=True)
+            print("right" if is_right else "WRONG", told, flush=True)
     print(f"{right} of {len(REQUESTS)}")
+
+
+def read_turn(
+    command: list[str], key: str, value: str, name: str, address: str
+) -> tuple[bool, str]:
+    """Ask what a new file says of a key: whether it was read and told, and all that was said."""
+    # A folder for each: no request can be answered by what another one left.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.txt")
+        path.write_text(f"colour: green\n{key}: {value}\nnumber: 7\n")
+        question = f"Read {path} and tell me the {key}."
+        calls, answer = _turn(command, question, Path(folder), address)
+    is_right = ("Read", str(path)) in calls and value in answer
+    return is_right, f"{question} {calls} {answer!r}"
 
 
 def _turn(
