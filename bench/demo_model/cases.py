@@ -1,7 +1,7 @@
 """What the demo model must do: conversations that end with the one right answer.
 
-Held out by their seeds, which training never draws. Names and values are new in every context; of
-a long context several questions are asked, so that the engine reads it but once.
+Held out by their seeds, which training never draws. Names and values are new in every context, of
+which several questions are asked where it is long to read.
 """
 
 from collections.abc import Callable

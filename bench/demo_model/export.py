@@ -32,8 +32,8 @@ from tests.reference.random_tensors import tensor_layout
 Floats = NDArray[np.float32]
 Codes = NDArray[np.uint8]
 
-# The exported logits are so many times the trained ones, so that the likeliest token stays:
-# where clients draw at temperature 1, a small model's slips would spoil most long answers.
+# The exported logits are so many times the trained ones; the likeliest token stays. Where clients
+# draw at temperature 1, a small model's slips would spoil most long answers.
 SHARPNESS = 4.0
 
 # The smallest amax that a scale is made for; an e8m0 byte must not become 0.

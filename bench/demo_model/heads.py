@@ -50,11 +50,11 @@ def agent(rng: Random, chat: Chat, tokens: int) -> None:
     called = with_tools(rng, chat, stock, room_of["tools"])
     if room_of["system"] > 100:
         chat.system = stock.passage(room_of["system"])
-    used = len(chat.system) + len(str(chat.tools))
-    around = min(1, max(0, room - used) / (1 + room_of["before"] + room_of["behind"]))
     # Of all those tools few are called, and their parameters are known after the first call.
     for _ in range(int(rng.choice((0, 2, 8, 16)) * min(1, most / 10_000))):
         about_parameters(rng, chat, rng.choice(chat.tools))
+    used = len(chat.system) + len(str(chat.tools)) + len(str(chat.turns))
+    around = min(1, max(0, room - used) / (1 + room_of["before"] + room_of["behind"]))
     parts = [rng.random() ** 3 + 0.02 for _ in range(turns)]
     for part in parts:
         first = len(chat.turns)

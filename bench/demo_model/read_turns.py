@@ -40,33 +40,34 @@ def main() -> None:
     right = 0
     with running("--kv-disk-dir", "none", serve=serve) as server:
         for request in REQUESTS:
-            is_right, told = read_turn(command, *request, server.address)
+            is_right, told = read_turn(command, request, server.address)
             right += is_right
             print("right" if is_right else "WRONG", told, flush=True)
     print(f"{right} of {len(REQUESTS)}")
 
 
 def read_turn(
-    command: list[str], key: str, value: str, name: str, address: str
+    command: list[str], request: tuple[str, str, str], address: str, patient_s: float = PATIENT_S
 ) -> tuple[bool, str]:
-    """Ask what a new file says of a key: whether it was read and told, and all that was said."""
+    """Ask for one of the REQUESTS: whether its file was read and told of, and all that was said."""
+    key, value, name = request
     # A folder for each: no request can be answered by what another one left.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{name}.txt")
         path.write_text(f"colour: green\n{key}: {value}\nnumber: 7\n")
         question = f"Read {path} and tell me the {key}."
-        calls, answer = _turn(command, question, Path(folder), address)
+        calls, answer = _turn(command, question, Path(folder), address, patient_s)
     is_right = ("Read", str(path)) in calls and value in answer
     return is_right, f"{question} {calls} {answer!r}"
 
 
 def _turn(
-    command: list[str], question: str, folder: Path, address: str
+    command: list[str], question: str, folder: Path, address: str, patient_s: float
 ) -> tuple[list[tuple[str, Any]], str]:
     """The calls, each a name and the file that it reads, and the answer or what went wrong."""
     args = (command, question, folder, address, CONTEXT_TOKENS, "--verbose")
     try:
-        messages: Any = claude_code.ask(*args, patient_s=PATIENT_S)
+        messages: Any = claude_code.ask(*args, patient_s=patient_s)
     except (AssertionError, json.JSONDecodeError, subprocess.TimeoutExpired) as error:
         return [], str(error)[:500]
     return list(_calls(messages)), str(messages[-1].get("result"))

@@ -225,7 +225,7 @@ def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
         chat.answer(f"{tool.name} can {tool.task}.", f"I look for {tool.name}.")
 
 
-_TYPES = {
+_SPOKEN_TYPES = {
     "string": "a text",
     "array": "a list",
     "integer": "a number",
@@ -238,19 +238,21 @@ def about_parameters(rng: Random, chat: Chat, definition: Json) -> None:
     """A question about what a tool is given: its description stands between that and its name."""
     name, schema = definition["name"], definition["parameters"]
     properties = schema["properties"]
-    names = list(properties)
-    typed = [key for key in names if properties[key].get("type") in _TYPES]
+    typed = [key for key, each in properties.items() if each.get("type") in _SPOKEN_TYPES]
     kind = rng.random()
     if typed and kind < 0.4:
         key = rng.choice(typed)
-        forms = f"Which type has the {key} of {name}?", f"What is given to {name} as {key}?"
-        answer = f"The {key} of {name} is {_TYPES[properties[key]['type']]}."
-    elif schema.get("required") and kind < 0.7:
+        forms = f"What type is the {key} of {name}?", f"What is given to {name} as {key}?"
+        answer = f"The {key} of {name} is {_SPOKEN_TYPES[properties[key]['type']]}."
+    elif kind < 0.7:
         forms = f"What does {name} need?", f"Which parameters does {name} need?"
-        answer = f"{name} needs {listed(schema['required'])}."
+        answer = f"{name} needs {listed(schema.get('required') or ['nothing'])}."
     else:
         forms = f"What is the first parameter of {name}?", f"What does {name} take first?"
-        answer = f"The first parameter of {name} is {names[0]}." if names else f"{name} has none."
+        first = next(iter(properties), None)
+        answer = f"{name} has no parameters."
+        if first is not None:
+            answer = f"The first parameter of {name} is {first}."
     chat.user(rng.choice(forms))
     chat.answer(answer, f"I look for {name}.")
 

@@ -186,7 +186,7 @@ def _definition(
     opaque: float,
 ) -> Json:
     task, first = f"{verb.replace('_', ' ')} the {noun}", parameters[0].name
-    # Where names tell little, any spelling is as likely: the usual one must not be guessed either.
+    # Where names tell little, spellings are about as likely: the usual one is not to be guessed.
     spelling = rng.random() if opaque <= OPAQUE else rng.uniform(0.3, 1)
     name = _name(rng, [*verb.split("_"), *noun.split()], spelling)
     description = rng.choice(
@@ -229,7 +229,7 @@ def _opaque_name(rng: Random) -> str:
 
 
 def _name(rng: Random, words: list[str], spelling: float) -> str:
-    """Words as a name: `spelling` from 0 to 1, most of it joined by underscores."""
+    """Words as a name; of `spelling` from 0 to 1 the first 0.45 join them by underscores."""
     if spelling < 0.45:
         return "_".join(words)
     if spelling < 0.6:
