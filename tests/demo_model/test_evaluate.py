@@ -109,7 +109,7 @@ def test_the_table_counts_what_is_right(
 
 def test_chats_become_conversations_of_all_their_turns():
     seen: set[str] = set()
-    for seed in range(30):
+    for seed in range(60):
         chat = chat_of(Random(seed), 1500)
         conversation = conversation_of(chat)
         roles = [turn.role for turn in chat.turns[:-1] for _ in turn.results or ("",)]
