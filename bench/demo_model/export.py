@@ -6,9 +6,9 @@ FP4 experts, FP8 dense weights and Engram rows, BF16 and F32 for the rest, with 
 the model was trained with. Needs no torch: the rounding is the training form's, in numpy.
 """
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,4 +153,7 @@ def export(prepared: Path, weights: Path, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(export(*map(Path, sys.argv[1:4])), "bytes")
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("prepared", "weights", "folder"):
+        parser.add_argument(name, type=Path)
+    print(export(**vars(parser.parse_args())), "bytes")

@@ -5,8 +5,8 @@
 A test compares the shipped model's answers with the stored ones, on whatever computes them.
 """
 
+import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,7 +62,9 @@ def answer(engine: Engine, prompt: str, effort: Effort) -> Golden:
 
 def main() -> None:
     """Print the answers as JSON."""
-    with mlx_engine.load(Path(sys.argv[1]), dtype="float32") as engine:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    with mlx_engine.load(parser.parse_args().checkpoint, dtype="float32") as engine:
         print(json.dumps([asdict(answer(engine, *prompt)) for prompt in PROMPTS], indent=1))
 
 

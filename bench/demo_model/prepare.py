@@ -6,8 +6,8 @@ The tokenizer is byte-level BPE over the demo model's own conversations, with th
 the release; the format's fixed texts are read off the vendor's package.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -109,4 +109,6 @@ def prepare(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    prepare(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prepared", type=Path)
+    prepare(parser.parse_args().prepared)

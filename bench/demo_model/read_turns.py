@@ -6,6 +6,7 @@ Needs what `make clients` installs. The first request reads the whole head of Cl
 which takes a CPU minutes; those after it begin like the first.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -32,11 +33,13 @@ REQUESTS = (
 
 def main() -> None:
     """Ask for each file; print the calls and the answer, and how many were right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    serve = [*COMMAND, "serve", "--model", parser.parse_args().checkpoint]
     try:
         command = claude_code.program(claude_code.VERSIONS[-1])
     except pytest.skip.Exception as reason:
         sys.exit(str(reason))
-    serve = [*COMMAND, "serve", "--model", sys.argv[1]]
     right = 0
     with running("--kv-disk-dir", "none", serve=serve) as server:
         for request in REQUESTS:
