@@ -9,6 +9,7 @@ from random import Random
 
 from bench.demo_model.chat import Json
 from bench.demo_model.reading import request_to_read
+from bench.demo_model.tools import described
 from bench.demo_model.words import (
     MATTERS,
     any_word,
@@ -258,7 +259,7 @@ class Stock:
     def schema(self, depth: int = 0) -> Json:
         """What a parameter may be, nested up to four deep."""
         rng = self._rng
-        about = {"description": self.sentence()} if rng.random() < 0.8 else {}
+        about = self.sentence() if rng.random() < 0.8 else ""
         kind = rng.random()
         if kind < 0.45 or depth > 3:
             schema: Json = {"type": "string"}
@@ -281,8 +282,7 @@ class Stock:
             schema = {"anyOf": [self.schema(depth + 1) for _ in range(2)]}
         else:
             schema = self.object(depth + 1)
-        # The description stands first in some definitions and last in others.
-        return about | schema if rng.random() < 0.5 else schema | about
+        return described(rng, schema, about)
 
     def object(self, depth: int = 0) -> Json:
         """An object of a few parameters."""

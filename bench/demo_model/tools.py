@@ -83,8 +83,8 @@ class Parameter:
 
 
 def described(rng: Random, schema: Json, text: str) -> Json:
-    """A parameter's schema with its description, first or last: programs write both."""
-    about: Json = {"description": text}
+    """A parameter's schema with its description, if any, first or last: programs write both."""
+    about: Json = {"description": text} if text else {}
     return about | schema if rng.random() < 0.5 else schema | about
 
 

@@ -42,6 +42,11 @@ def engine(opened: OpenModel) -> Generator[Engine]:
         yield engine
 
 
+def goldens() -> list[Golden]:
+    """The stored answers."""
+    return [Golden(**golden) for golden in json.loads(GOLDEN.read_text())]
+
+
 def say(engine: Engine, *messages: Message, prompt: str = QUESTION) -> End:
     request = Request(
         [*messages, Message("user", prompt)],
@@ -86,7 +91,7 @@ def test_the_needle_is_found_after_a_restart_from_the_disk(opened: OpenModel, tm
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_golden_answers(opened: OpenModel, dtype: Dtype):
-    stored = [Golden(**golden) for golden in json.loads(GOLDEN.read_text())]
+    stored = goldens()
     assert [(golden.prompt, golden.effort) for golden in stored] == list(PROMPTS)
     with opened.load(dtype) as engine:
         for golden in stored:
