@@ -9,11 +9,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+from bench.demo_model.lookups import LOOKS, NOWHERE, Piece, looks_of
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SYSTEM, USER, ASSISTANT = "<｜System｜>", "<｜User｜>", "<｜Assistant｜>"
@@ -22,6 +24,9 @@ SPECIAL = re.compile("|".join(map(re.escape, (BOS, EOS, SYSTEM, USER, ASSISTANT,
                       + "|</?think>")  # fmt: skip
 
 OTHERS_WEIGHT = 0.05
+
+# Which piece of a conversation with tools has their definitions.
+DEFINITIONS = 2
 
 Json = dict[str, Any]
 
@@ -152,6 +157,16 @@ def _parameter(name: str, value: Any) -> str:
     return f'<{DSML} parameter name="{name}" string="{kind}">{text}</{DSML} parameter>'
 
 
+class Document(NamedTuple):
+    """Token ids uint16 [T], the weight of each as a target f32 [T], and where it looks: int32
+    [LOOKS, T], as `lookups` has it.
+    """
+
+    ids: NDArray[np.uint16]
+    weights: NDArray[np.float32]
+    looks: NDArray[np.int32]
+
+
 class Encoder:
     """Text in the chat format to token ids, special tokens by their spelling."""
 
@@ -180,14 +195,41 @@ class Encoder:
             end = match.end()
         return ids + self.text(text[end:])
 
-    def document(
-        self, chat: Chat, texts: FormatTexts
-    ) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
-        """Token ids of a whole conversation, and the weight of each as a target."""
+    def piece(self, text: str, first: int) -> Piece:
+        """The same with where each token begins, the first one's number being `first`."""
+        ids: list[int] = []
+        starts: list[int] = []
+        end = 0
+        for match in (*SPECIAL.finditer(text), None):
+            begins = len(text) if match is None else match.start()
+            encoding = self._plain.encode(text[end:begins], add_special_tokens=False)
+            ids += encoding.ids
+            starts += [end + start for start, _ in encoding.offsets]
+            if match is not None:
+                ids.append(self._special[match[0]])
+                starts.append(begins)
+                end = match.end()
+        return Piece(text, ids, starts, first)
+
+    def document(self, chat: Chat, texts: FormatTexts) -> Document:
+        """A whole conversation."""
         ids: list[int] = []
         weights: list[float] = []
-        for text, weight in spans(chat, texts):
-            new = self.marked(text)
+        definitions: Piece | None = None
+        answers: list[Piece] = []
+        for number, (text, weight) in enumerate(spans(chat, texts)):
+            if chat.tools and (number == DEFINITIONS or weight == 1):
+                piece = self.piece(text, len(ids))
+                new = piece.ids
+                if number == DEFINITIONS:
+                    definitions = piece
+                else:
+                    answers.append(piece)
+            else:
+                new = self.marked(text)
             ids += new
             weights += [weight] * len(new)
-        return np.array(ids, np.uint16), np.array(weights, np.float32)
+        looks = np.full((LOOKS, len(ids)), NOWHERE, np.int32)
+        if definitions is not None:
+            looks = looks_of(chat.tools, definitions, answers, len(ids))
+        return Document(np.array(ids, np.uint16), np.array(weights, np.float32), looks)

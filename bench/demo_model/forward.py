@@ -9,7 +9,7 @@ hidden_size, H heads, V vocab_size. Section numbers refer to docs/model.md.
 # pyright: basic, reportMissingImports=false
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bench.demo_model import roundings, sublayers
 from bench.demo_model.parameters import owners, parameter_of
+from bench.demo_model.taught import Taught, layers_of, lookup_loss
 from tests.reference import engram
 from tests.reference.random_tensors import tensor_layout
 from tests.reference.rope import rope_frequencies
@@ -45,25 +46,24 @@ def empty_parameters(config: dict[str, Any], device: str) -> dict[str, Tensor]:
 class Batch:
     """Packed documents: token ids and document numbers, int64 [B, T]; documents begin evenly.
 
-    looks_up: int64 [B, U], tokens at which a head shall look where their text stood before, and
-    bool [B, U], whether they count.
+    taught: by the kind of look, where the head that is taught it shall look.
     """
 
     ids: Tensor
     documents: Tensor
-    looks_up: tuple[Tensor, Tensor] | None = None
+    taught: dict[int, Taught] = field(default_factory=dict)
 
 
 @dataclass
 class Output:
     """logits f32 [N, V]; index_loss: of the selections; load [L, E]: the experts' shares;
-    lookup_loss: of the head that looks up, where the batch says at which tokens.
+    lookup_losses: of each head that is taught to look up, where the batch says what.
     """
 
     logits: Tensor
     index_loss: Tensor
     load: Tensor
-    lookup_loss: Any
+    lookup_losses: list[Tensor]
 
 
 class TrainingForm:
@@ -83,6 +83,7 @@ class TrainingForm:
         self.config = config
         self.c = c = config["text_config"]
         self.device, self.dtype = device, dtype
+        self._teaches = layers_of(config)
         rope = c["qk_rope_head_dim"]
         plain = rope_frequencies(rope, c["rope_theta"], None)
         yarn = rope_frequencies(rope, c["compress_rope_theta"], c["rope_scaling"])
@@ -182,7 +183,7 @@ class TrainingForm:
         x = self._collapse_norm(streams, pre, w["norm.weight"])
         logits = (x @ w["head.weight"].to(self.dtype).T).float()
         index_loss = sum(shared.index_losses)
-        return Output(logits, index_loss, torch.stack(loads), shared.lookup_loss)
+        return Output(logits, index_loss, torch.stack(loads), shared.lookup_losses)
 
     def _mixed(self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor):
         """Section 3.2: pre, post and comb."""
@@ -208,12 +209,9 @@ class TrainingForm:
             if layer in c["index_source_layer_ids"]:
                 self._index(layer, x, qr, layers, shared)
             rows, mask = shared.rows, shared.mask
-            if layer == c["candidate_source_layer_id"] and shared.batch.looks_up is not None:
-                at, counts = shared.batch.looks_up
-                ids, documents = shared.batch.ids, shared.batch.documents
-                where, is_known = sublayers.seen_before(ids, documents, at)
-                args = q[:, :, -1], rows, shared.layout, at, where, counts & is_known
-                shared.lookup_loss = sublayers.lookup_loss(*args)
+            what = shared.batch.taught.get(self._teaches.get(layer, -1))
+            if what is not None:
+                shared.lookup_losses.append(lookup_loss(q[:, :, -1], rows, shared.layout, what))
         o, lse = self._heavy.attend(q, kv, rows, mask, pick("attn_sink"), shared.layout, W)
         if R:
             # On so long sequences some of the queries are enough to teach the indexer.
@@ -306,10 +304,10 @@ class _Shared:
     mask: Any = None
     # Of the group: its queries, their weights and the keys.
     group: tuple[Any, ...] = ()
-    lookup_loss: Any = None
 
     def __post_init__(self) -> None:
         self.shares: list[Tensor] = []
+        self.lookup_losses: list[Tensor] = []
         self.index_losses: list[Any] = []
 
     def finish_group(self, form: TrainingForm) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.demo_model.chat import Encoder, FormatTexts
+from bench.demo_model.lookups import LOOKS, NOWHERE
 from bench.demo_model.tasks import chat_of
 
 PAD_ID = 2
@@ -24,11 +25,14 @@ NO_DOCUMENT = 65535
 
 @dataclass(frozen=True)
 class Packed:
-    """ids uint16, documents uint16 and weights f32, each [B, T]: a token's weight as a target."""
+    """ids uint16, documents uint16 and weights f32, each [B, T]: a token's weight as a target;
+    looks uint16 [LOOKS, B, T]: the places in its sequence that a token looks at, or NOWHERE.
+    """
 
     ids: NDArray[np.uint16]
     documents: NDArray[np.uint16]
     weights: NDArray[np.float32]
+    looks: NDArray[np.uint16]
 
 
 def pack(
@@ -41,23 +45,25 @@ def pack(
     ids = np.full((B, T), PAD_ID, np.uint16)
     documents = np.full((B, T), NO_DOCUMENT, np.uint16)
     weights = np.zeros((B, T), np.float32)
+    looks = np.full((LOOKS, B, T), NOWHERE, np.uint16)
     for row in range(B):
         at = number = misses = 0
         while at < T - 64 and misses < _MISSES:
             room = T - at
             most = rng.choice((1500, 1500, 5000))
             tokens = room if rng.random() < 0.5 else min(room, rng.randint(150, most))
-            new, weight = encoder.document(chat_of(rng, tokens, lookups), texts)
-            new, weight = new[:room], weight[:room]
+            new, weight, look = encoder.document(chat_of(rng, tokens, lookups), texts)
+            new, weight, look = new[:room], weight[:room], look[:, :room]
             if not (weight == 1).any():  # cut off before its first answer, it would teach nothing
                 misses += 1
                 continue
             ids[row, at : at + new.size] = new
             weights[row, at : at + new.size] = weight
+            looks[:, row, at : at + new.size] = np.where(look == NOWHERE, NOWHERE, look + at)
             documents[row, at : at + new.size] = number
             number += 1
             at += new.size + new.size % 2
-    return Packed(ids, documents, weights)
+    return Packed(ids, documents, weights, looks)
 
 
 class Feed:
@@ -137,5 +143,5 @@ def _work(
         rng = Random(seed)
         T = rng.choice([length for length in lengths[:] if length])
         packed = pack(rng, encoder, texts, tokens // T, T, lookups.value)
-        queue.put((packed.ids, packed.documents, packed.weights))
+        queue.put((packed.ids, packed.documents, packed.weights, packed.looks))
         seed += stride

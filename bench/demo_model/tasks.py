@@ -118,7 +118,7 @@ def _with_tools(rng: Random, chat: Chat, room: int) -> None:
     """Tools, a system prompt as long as there is room for, and turns to the end of the room."""
     turns = rng.choice((1, 2, 4, 8, 16, 60))
     # Nothing teaches to tell tools apart in so few tokens as questions about them.
-    questions = rng.choice((0.08, 0.3, 0.7))
+    questions = rng.choice((0.05, 0.15, 0.5))
     most = max(1, min(MOST_TOOLS, (room - _HEAD) // _DEFINITION))
     # Few, some, and nearly all that fit.
     size = int(most ** rng.choice((0.5, 0.8, 1, 1)))

@@ -29,9 +29,11 @@ from torch import Tensor
 
 from bench.demo_model.forward import Batch, TrainingForm
 from bench.demo_model.kernel_agreement import agree
+from bench.demo_model.lookups import LOOKS, NOWHERE
 from bench.demo_model.masters import apart, initial, load, save
 from bench.demo_model.optimiser import Optimiser, Rates
 from bench.demo_model.packing import Feed, Packed
+from bench.demo_model.taught import taught
 from bench.demo_model.validate import validate
 
 # Share of the tokens seen until a phase ends, the lengths of its sequences, and the share of
@@ -45,10 +47,8 @@ PHASES = (
 # Sequences up to so long see every row. Where the indexer chooses from the first step on, it
 # mostly leaves out the row that would have helped, and looking up far away is not learned at all.
 SEES_ALL = 1024
-# One head of the layer that names candidates is taught to look where the text before a token stood
-# first, at so many tokens of a sequence. That a name stands before what it is asked by was not
-# learned without in 400 million tokens: no part of such a lookup helps before all of it is there.
-LOOKUPS = 1024
+# Of three layers one head is taught where to look. That a name stands before what it is asked by
+# was not learned without in 400 million tokens: no part of it helps before all of it is there.
 LOOKUP_WEIGHT = 0.2
 TOKENS = 32768
 TOTAL = 1_000_000_000
@@ -63,14 +63,14 @@ SEEDS_OF_A_RANK = 10_000_000
 
 @dataclass(frozen=True)
 class Stepped:
-    """Of a step: its losses (of all, of answers, of the indexers, of the head that looks up), the
+    """Of a step: its losses (of all, of answers, of the indexers, of the heads that look up), the
     gradient's norm before it was cut, the busiest expert's share.
     """
 
     loss: Tensor
     answers: Tensor
     index_loss: Tensor
-    lookup_loss: Tensor
+    lookup_losses: Tensor
     norm: Tensor
     load_max: Tensor
 
@@ -179,6 +179,7 @@ class Run:
             torch.randint(3, 1000, (B, T), device=self.form.device, dtype=torch.int32),
             torch.zeros(B, T, device=self.form.device, dtype=torch.int32),
             torch.ones(B, T, device=self.form.device),
+            torch.full((LOOKS, B, T), NOWHERE, device=self.form.device, dtype=torch.int32),
         )
         if self.form.device != "cuda":
             return
@@ -194,7 +195,8 @@ class Run:
     def step(self, packed: Packed, share: float, bias_rate: float) -> Stepped:
         """Take a step with so much of the full rates."""
         T = packed.ids.shape[1]
-        arrays = packed.ids.astype(np.int32), packed.documents.astype(np.int32), packed.weights
+        whole = [a.astype(np.int32) for a in (packed.ids, packed.documents, packed.looks)]
+        arrays = *whole[:2], packed.weights, whole[2]
         for to, array in zip(self._inputs[T], arrays, strict=True):
             to.copy_(torch.from_numpy(array))
         self.optimiser.set_rates(share)
@@ -207,13 +209,13 @@ class Run:
 
     def _learn(self, T: int) -> tuple[Tensor, ...]:
         """Fill the gradients: the losses."""
-        loss, answers, index_loss, lookup_loss, load = losses(
+        loss, answers, index_loss, lookup_losses, load = losses(
             self.form, self.parameters, *self._inputs[T], selects=T > SEES_ALL
         )
-        whole = loss + index_loss + LOOKUP_WEIGHT * lookup_loss
+        whole = loss + index_loss + LOOKUP_WEIGHT * lookup_losses.sum()
         gradients = torch.autograd.grad(whole, self.optimiser.parameters)
         torch._foreach_copy_(self._parts, [*gradients, load])
-        return loss.detach(), answers, index_loss.detach(), lookup_loss.detach()
+        return loss.detach(), answers, index_loss.detach(), lookup_losses.detach()
 
     @torch.no_grad()
     def _apply(self) -> tuple[Tensor, ...]:
@@ -294,7 +296,7 @@ def train(run: Run, feed: Feed, plan: Plan, out: Path | None) -> dict[str, Any]:
                 "loss": round(stepped.loss.item(), 4),
                 "answers": round(stepped.answers.item(), 4),
                 "index": round(stepped.index_loss.item(), 4),
-                "lookup": round(stepped.lookup_loss.item(), 4),
+                "lookups": [round(each, 4) for each in stepped.lookup_losses.tolist()],
                 "norm": round(stepped.norm.item(), 3),
                 "T": packed.ids.shape[1],
                 "waiting": feed.waiting(),
@@ -334,31 +336,24 @@ def losses(
     ids: Tensor,
     documents: Tensor,
     weights: Tensor,
+    looks: Tensor,
     *,
     selects: bool = True,
 ):
     """The weighted loss of predicting each next token, that of answers alone, the indexers' loss,
-    that of the head that looks up, the experts' load.
+    those of the heads that look up, the experts' load.
 
-    ids and documents int32 [B, T], weights f32 [B, T].
+    ids and documents int32 [B, T], weights f32 [B, T], looks int32 [LOOKS, B, T].
     """
     # The first token of a document follows nothing.
     targets = ids.roll(-1, 1).long().flatten()
     follows = torch.zeros_like(weights)
     follows[:, :-1] = weights[:, 1:] * (documents[:, 1:] == documents[:, :-1])
-    out = form(parameters, Batch(ids.long(), documents, answered(ids, follows)), selects=selects)
+    ids, looks = ids.long(), looks.long()
+    batch = Batch(ids, documents, taught(ids, documents, follows, looks))
+    out = form(parameters, batch, selects=selects)
     loss, answers = form.cross_entropy(out.logits, targets, follows.flatten())
-    return loss, answers, out.index_loss, out.lookup_loss, out.load
-
-
-def answered(ids: Tensor, follows: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens before those of answers, int64 [B, U], and whether they are, where there are few."""
-    T = ids.shape[1]
-    # No random numbers, which a CUDA graph would have to keep.
-    scattered = (torch.arange(T, device=ids.device) * 40503 + ids * 7919) % 1024
-    order = torch.where(follows == 1, 1024 + scattered, 0).float()
-    at = order.topk(min(T, LOOKUPS), dim=-1).indices
-    return at, follows.gather(1, at) == 1
+    return loss, answers, out.index_loss, torch.stack(out.lookup_losses), out.load
 
 
 if __name__ == "__main__":

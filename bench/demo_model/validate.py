@@ -49,10 +49,10 @@ def _documents(prepared: Path, count: int, name: tuple[str, bool]):
 def _right(form: TrainingForm, parameters, documents, tokens: int, rounds: bool) -> int:
     """How many of the documents' last answers are right."""
     right = 0
-    documents = sorted(documents, key=lambda document: document[0].size)
+    documents = sorted(documents, key=lambda document: document.ids.size)
     while documents:
         T = _LEAST_T
-        while T < documents[-1][0].size:
+        while T < documents[-1].ids.size:
             T *= 2
         B = max(1, tokens // T)
         documents, part = documents[:-B], documents[-B:]
@@ -64,7 +64,7 @@ def _answers_right(form: TrainingForm, parameters, documents, T: int, B: int, ro
     ids = np.full((B, T), PAD_ID, np.int64)
     wanted = np.zeros((B, T), np.bool_)
     numbers = np.full((B, T), NO_DOCUMENT, np.int64)
-    for row, (tokens, weights) in enumerate(documents):
+    for row, (tokens, weights, _) in enumerate(documents):
         ids[row, : tokens.size] = tokens
         numbers[row, : tokens.size] = 0
         # The last run of tokens that count whole is the last answer.

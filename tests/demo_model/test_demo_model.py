@@ -92,7 +92,7 @@ def test_the_answer_is_what_the_model_learns():
     chat.user("1 + 1?")
     chat.answer("2", "easy")
     encoder = Encoder(tiny_tokenizer_json())
-    ids, weights = encoder.document(chat, format_texts())
+    ids, weights, _ = encoder.document(chat, format_texts())
     learned = encoder.marked("easy</think>2<｜end▁of▁sentence｜>")
     assert ids[weights == 1].tolist() == learned
     assert ids[-len(learned) :].tolist() == learned
