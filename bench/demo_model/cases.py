@@ -8,16 +8,22 @@ from collections.abc import Callable
 from random import Random
 
 from bench.demo_model.chat import Chat
-from bench.demo_model.everyday import everyday_of
+from bench.demo_model.enquiries import ENQUIRIES
+from bench.demo_model.errands import Everyday
+from bench.demo_model.everyday import EVERYDAY, everyday_of
 from bench.demo_model.exercises import EXERCISES, exercise
 from bench.demo_model.facts import ask, facts_of, notes_of, personal
 from bench.demo_model.heads import CHARACTERS_PER_TOKEN, surround, with_tools
+from bench.demo_model.programming import PROGRAMMING
 from bench.demo_model.prose import manual
 from bench.demo_model.reading import reader_of, reading_turn
 from bench.demo_model.results import parallel_turn, single_turn
+from bench.demo_model.services import SERVICES
 from bench.demo_model.stock import Stock
 from bench.demo_model.talk import small_talk, storytelling
 from bench.demo_model.tools import Tool, tools_of
+from bench.demo_model.unfamiliar import UNFAMILIAR
+from bench.demo_model.workplace import WORKPLACE
 
 # Characters per token of the demo tokenizer: of notes, and of instructions and definitions.
 _NOTES = 3.15
@@ -32,6 +38,8 @@ KINDS = (
     "call of 24",
     "call in 16000",
     "everyday call",
+    "service call",
+    "unfamiliar call",
     "result of 8",
     "parallel of 4",
     "read of call",
@@ -120,12 +128,16 @@ def _parallel(context: Random, rng: Random, chat: Chat, count: int) -> None:
     del chat.turns[2:]
 
 
-def _everyday(_: Random, rng: Random, chat: Chat, __: int) -> None:
-    """A call of one of the tools that people try first."""
-    tools = everyday_of(rng, 4)
-    chat.tools = [tool.definition for tool in tools]
-    rng.choice(tools).turn(rng, chat)
-    del chat.turns[2:]
+def _everyday(kinds: tuple[Everyday, ...]) -> Maker:
+    """A call of one of four tools of the kinds."""
+
+    def make(_: Random, rng: Random, chat: Chat, __: int) -> None:
+        tools = everyday_of(rng, 4, kinds)
+        chat.tools = [tool.definition for tool in tools]
+        rng.choice(tools).turn(rng, chat)
+        del chat.turns[2:]
+
+    return make
 
 
 def _long_call(context: Random, rng: Random, chat: Chat, tokens: int) -> None:
@@ -189,7 +201,9 @@ _MAKERS: dict[str, tuple[Maker, int]] = {
     "call in": (_long_call, 5),
     "result": (_result, 2),
     "parallel": (_parallel, 2),
-    "everyday": (_everyday, 1),
+    "everyday": (_everyday(EVERYDAY), 1),
+    "service": (_everyday((*SERVICES, *ENQUIRIES, *WORKPLACE, *PROGRAMMING)), 1),
+    "unfamiliar": (_everyday(UNFAMILIAR), 1),
     "read of call": (_read_call, 1),
     "read of answer": (_reading, 1),
     "read in": (_long_reading, 5),

@@ -1,13 +1,13 @@
 """Tools that people try first: weather, time, search, sums, mail, files, commands."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 
-from bench.demo_model.chat import Call, Chat, Json
-from bench.demo_model.prose import code_line, instruction, sentence
-from bench.demo_model.results import Outcome, exchange
+from bench.demo_model.enquiries import ENQUIRIES
+from bench.demo_model.errands import Argument, Errand, Everyday, Named, definition_of
+from bench.demo_model.programming import PROGRAMMING
+from bench.demo_model.prose import code_line, sentence
+from bench.demo_model.services import SERVICES
 from bench.demo_model.words import (
     CITIES,
     WEATHERS,
@@ -16,30 +16,11 @@ from bench.demo_model.words import (
     city_of,
     email_of,
     file_name,
-    listed,
     path_of,
     phrase_of,
     spelling_of,
 )
-
-
-@dataclass(frozen=True)
-class Errand:
-    """What is asked for, the values of the tool's parameters, and the outcome."""
-
-    request: str
-    values: tuple[str, ...]
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class Everyday:
-    """A tool under any of its names, with what its parameters may be called."""
-
-    names: tuple[str, ...]
-    description: str
-    parameters: tuple[tuple[str, ...], ...]
-    errand: Callable[[Random], Errand]
+from bench.demo_model.workplace import WORKPLACE
 
 
 def _weather(rng: Random) -> Errand:
@@ -126,63 +107,34 @@ def _write(rng: Random) -> Errand:
     return Errand(request.format(path, text), (path, text), (done, f"I wrote the file {path}."))
 
 
-_CITY = ("city", "location", "place", "city_name")
-_PATHS = ("path", "file_path", "filePath", "filename")
+_CITY = Argument(("city", "location", "place", "city_name"))
+_PATH = Argument(("path", "file_path", "filePath", "filename"))
 EVERYDAY = (
     Everyday(("get_weather", "weather", "getWeather", "current_weather", "get_current_weather"),
-             "Get the current weather in a city.", (_CITY,), _weather),
-    Everyday(("get_time", "time", "current_time", "getTime", "clock"), "Get the time in a city.",
+             ("Get the current weather in a city.",), (_CITY,), _weather),
+    Everyday(("get_time", "time", "current_time", "getTime", "clock"), ("Get the time in a city.",),
              (_CITY,), _time),
-    Everyday(("calculator", "calculate", "calc", "evaluate", "math"), "Calculate an expression.",
-             (("expression", "input", "formula"),), _sum),
-    Everyday(("search", "web_search", "WebSearch", "search_web"), "Search the web.",
-             (("query", "q", "search_query"),), _search),
-    Everyday(("send_email", "sendEmail", "send_mail", "email"), "Send an email.",
-             (("to", "recipient", "address"), ("body", "text", "message")), _mail),
+    Everyday(("calculator", "calculate", "calc", "evaluate", "math"), ("Calculate an expression.",),
+             (Argument(("expression", "input", "formula")),), _sum),
+    Everyday(("search", "web_search", "WebSearch", "search_web"), ("Search the web.",),
+             (Argument(("query", "q", "search_query")),), _search),
+    Everyday(("send_email", "sendEmail", "send_mail", "email"), ("Send an email.",),
+             (Argument(("to", "recipient", "address")), Argument(("body", "text", "message"))),
+              _mail),
     Everyday(("list_files", "ls", "LS", "list_directory", "ListFiles"),
-             "List the files in a folder.", (("path", "folder", "directory"),), _folder),
-    Everyday(("bash", "Bash", "run_command", "shell", "execute"), "Run a command.",
-             (("command", "cmd"),), _command),
-    Everyday(("write_file", "Write", "WriteFile", "create_file"), "Write text into a file.",
-             (_PATHS, ("content", "text", "contents")), _write),
+             ("List the files in a folder.",), (Argument(("path", "folder", "directory")),),
+              _folder),
+    Everyday(("bash", "Bash", "run_command", "shell", "execute"), ("Run a command.",),
+             (Argument(("command", "cmd")),), _command),
+    Everyday(("write_file", "Write", "WriteFile", "create_file"), ("Write text into a file.",),
+             (_PATH, Argument(("content", "text", "contents"))), _write),
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Named:
-    """An everyday tool under one name."""
-
-    kind: Everyday
-    definition: Json
-
-    def turn(self, rng: Random, chat: Chat) -> None:
-        """One errand, sometimes two at once."""
-        names = list(self.definition["parameters"]["properties"])[: len(self.kind.parameters)]
-        errands = [self.kind.errand(rng) for _ in range(rng.choice((1, 1, 1, 1, 2)))]
-        name = self.definition["name"]
-        calls = [Call(name, dict(zip(names, e.values, strict=True))) for e in errands]
-        request = " ".join(errand.request for errand in errands)
-        description = self.kind.description
-        plan = f"The tool to {description[0].lower()}{description[1:-1]} is {name}."
-        reasoning = f"{plan} It needs {listed(names)}."
-        outcomes = [errand.outcome for errand in errands]
-        exchange(rng, chat, request, calls, outcomes, reasoning, said=plan)
+# Of all tools, those that training draws from: each as often as any other.
+TRAINED = (*EVERYDAY, *SERVICES, *ENQUIRIES, *WORKPLACE, *PROGRAMMING)
 
 
-def everyday_of(rng: Random, count: int) -> list[Named]:
-    """Some of EVERYDAY, each once."""
-    return [Named(kind, _definition(rng, kind)) for kind in rng.sample(EVERYDAY, count)]
-
-
-def _definition(rng: Random, kind: Everyday) -> Json:
-    properties: Json = {}
-    for names in kind.parameters:
-        properties[rng.choice(names)] = {"type": "string"}
-    required = list(properties)
-    if rng.random() < 0.3:
-        properties[any_word(rng) + "_"] = {"type": rng.choice(("string", "integer", "boolean"))}
-    description = kind.description
-    if rng.random() < 0.2:
-        description += " " + instruction(rng)
-    schema = {"type": "object", "properties": properties, "required": required}
-    return {"name": rng.choice(kind.names), "description": description, "parameters": schema}
+def everyday_of(rng: Random, count: int, kinds: tuple[Everyday, ...] = TRAINED) -> list[Named]:
+    """Some of the kinds, each once."""
+    return [definition_of(rng, kind) for kind in rng.sample(kinds, count)]

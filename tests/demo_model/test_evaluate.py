@@ -51,7 +51,8 @@ def test_the_expected_answer_is_right_and_no_other(kind: str):
     if end.tool_calls:
         first, *rest = end.tool_calls
         assert not is_right(chat, replace(end, tool_calls=(replace(first, name="x"), *rest)))
-        assert not is_right(chat, replace(end, tool_calls=(replace(first, arguments="{}"), *rest)))
+        spoilt = replace(first, arguments=json.dumps({"x": 1}))
+        assert not is_right(chat, replace(end, tool_calls=(spoilt, *rest)))
         assert not is_right(chat, replace(end, tool_calls=()))
     else:
         assert not is_right(chat, replace(end, text=end.text + "!"))
