@@ -126,7 +126,7 @@ def _with_tools(rng: Random, chat: Chat, room: int) -> None:
     spare = max(0, room - min(turns * _TOOL_TURN, room // 2) - _HEAD - count * _DEFINITION)
     is_wordy = rng.random() < (0.6 if room > _LONG else 0.3)
     wordy = rng.uniform(0, spare / count / 2) if is_wordy else 0
-    everyday = everyday_of(rng, rng.randint(1, min(5, count))) if rng.random() < 0.3 else []
+    everyday = everyday_of(rng, rng.randint(1, min(8, count))) if rng.random() < 0.5 else []
     opaque = rng.choice(_OPAQUE)
     tools = tools_of(rng, count - len(everyday), int(min(wordy, 3000)), _LIKE, opaque)
     reader = reader_of(rng, int(rng.uniform(0, min(wordy, 2000)))) if rng.random() < 0.45 else None
@@ -159,7 +159,7 @@ def _with_tools(rng: Random, chat: Chat, room: int) -> None:
             about_tools(rng, chat, tools)
         elif reader and (what < 0.4 or (not tools and not everyday)):
             reading_turn(rng, chat, reader, max(200, min(left // 2, 12_000)))
-        elif everyday and (what < 0.5 or not tools):
+        elif everyday and (what < 0.6 or not tools):
             rng.choice(everyday).turn(rng, chat)
         elif tools and what > 0.97:
             long_result(rng, chat, tools, max(100, min(left // 3, 8000)))
