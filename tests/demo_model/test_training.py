@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.demo_model.lookups import LOOKS, NOWHERE
 from bench.demo_model.packing import SEEN_AGAIN, Feed, Packed
 
 
 def _packed(T: int) -> Packed:
     ids = np.zeros((1, T), np.uint16)
-    return Packed(ids, ids, np.zeros((1, T), np.float32))
+    looks = np.full((LOOKS, 1, T), NOWHERE, np.uint16)
+    return Packed(ids, ids, np.zeros((1, T), np.float32), looks)
 
 
 def test_a_batch_is_seen_again_rather_than_waited_for():
@@ -24,13 +26,13 @@ def test_a_batch_is_seen_again_rather_than_waited_for():
     feed._queue = ready  # pyright: ignore[reportPrivateUsage]
     for T in [16] * SEEN_AGAIN + [64]:
         packed = _packed(T)
-        ready.put((packed.ids, packed.documents, packed.weights))
+        ready.put((packed.ids, packed.documents, packed.weights, packed.looks))
         assert feed.take([T], 0.5)[1]
     packed, is_new = feed.take([16], 0.5)
     assert packed.ids.shape == (1, 16) and not is_new
     # Of this length too few are known: a new one is waited for.
     new = _packed(64)
-    ready.put((new.ids, new.documents, new.weights))
+    ready.put((new.ids, new.documents, new.weights, new.looks))
     packed, is_new = feed.take([64], 0.5)
     assert packed.ids is new.ids and is_new
 
