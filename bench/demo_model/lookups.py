@@ -20,15 +20,15 @@ NOWHERE = 65535
 
 # What is looked for. In a definition, at a parameter's name and at its type: the tool's name.
 TOOL = 0
-# In an answer, before a name: the words by which it is asked for; before a parameter or its type:
-# what the definition says there.
+# In an answer, before a tool's task and before its name: where its definition has said the task;
+# before a parameter or its type: what the definition says there.
 ASKED = 1
 # In an answer: the token that comes next, where the definition has it.
 NEXT = 2
 LOOKS = 3
 
 _IN_ANSWER = re.compile(
-    r'\b(?P<word>\w+) is (?P<planned>[\w-]+)\.| invoke name="(?P<called>[^"]+)">'
+    r'The tool (?:to|for) (?P<task>.*?) is (?P<planned>[\w-]+)\.| invoke name="(?P<called>[^"]+)">'
     r'| parameter name="(?P<parameter>[^"]+)" string="'
 )
 _ENDS_ITEM = re.compile(r'"(?:, "|\])')
@@ -112,14 +112,7 @@ def _looked_up(
         if name := match["called"]:
             tool = known.get(name)
         elif (name := match["planned"]) and name in known:
-            defined = known[name]
-            begins, length = match.start("planned"), len(name)
-            there = definitions.token(defined.name)
-            yield from _copied(answer, begins, length, definitions, there)
-            asked = _word_at(definitions.text, match["word"], defined.described)
-            last = definitions.token(defined.name + length - 1)
-            where = last if asked is None else definitions.token(asked)
-            yield ASKED, answer.token(begins) - 1, where
+            yield from _planned(answer, match, definitions, known[name])
         elif (name := match["parameter"]) and tool is not None and name in tool.parameters:
             place, kind = tool.parameters[name]
             begins, length = match.start("parameter"), len(name)
@@ -139,6 +132,28 @@ def _looked_up(
                     yield ASKED, item, definitions.token(after)
 
 
+def _planned(
+    answer: Piece, match: re.Match[str], definitions: Piece, defined: _Defined
+) -> Iterator[tuple[int, int, int]]:
+    """Of a plan: the task, where the description has it, and the name."""
+    task, name = match["task"], match["planned"]
+    begins = match.start("task")
+    end = min(definitions.text.find('"', defined.described), defined.described + _TASK_WITHIN)
+    description = definitions.text[defined.described : end]
+    asked = definitions.token(defined.name + len(name) - 1)
+    if (here := description.lower().find(task.lower())) >= 0:
+        here += defined.described
+        asked = definitions.token(here + len(task) - 1)
+        yield ASKED, answer.token(begins) - 1, asked
+        yield from _copied(answer, begins, len(task), definitions, definitions.token(here))
+    elif last := re.search(rf"\b{re.escape(task.split()[-1])}\b", description):
+        asked = definitions.token(defined.described + last.end() - 1)
+    begins = match.start("planned")
+    yield ASKED, answer.token(begins) - 1, asked
+    there = definitions.token(defined.name)
+    yield from _copied(answer, begins, len(name), definitions, there)
+
+
 def _after(parameters: dict[str, tuple[int, int | None]], name: str) -> int | None:
     """Where the parameter after one has its name."""
     later = iter(parameters)
@@ -151,19 +166,13 @@ def _after(parameters: dict[str, tuple[int, int | None]], name: str) -> int | No
 def _copied(
     answer: Piece, begins: int, length: int, definitions: Piece, there: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Each token of a name in an answer, looked for from the one before it."""
+    """Each token of a text in an answer, looked for from the one before it, as long as both agree;
+    a task's first one has another capital.
+    """
     first, last = answer.token(begins), answer.token(begins + length - 1)
     for token in range(first, last + 1):
         where = there + token - first
-        if answer.ids[token - answer.first] != definitions.ids[where - definitions.first]:
+        is_same = answer.ids[token - answer.first] == definitions.ids[where - definitions.first]
+        if not is_same and token > first:
             return
         yield NEXT, token - 1, where
-
-
-def _word_at(text: str, word: str, begins: int) -> int | None:
-    """Where a word ends that stands near the beginning of a description, if it does."""
-    end = text.find('"', begins)
-    found = re.compile(rf"\b{re.escape(word)}\b").search(
-        text, begins, min(end, begins + _TASK_WITHIN)
-    )
-    return None if found is None else found.end() - 1

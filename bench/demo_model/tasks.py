@@ -11,7 +11,7 @@ from bench.demo_model.prose import manual, sentence
 from bench.demo_model.reading import reader_of, reading_turn
 from bench.demo_model.results import about_tools, long_result, tool_turn
 from bench.demo_model.talk import pretending, small_talk, storytelling, wondering
-from bench.demo_model.tools import OPAQUE, tools_of
+from bench.demo_model.tools import LISTS, OPAQUE, TYPES, tools_of
 from bench.demo_model.words import any_word, name_of
 
 CHARACTERS_PER_TOKEN = 2.8
@@ -127,8 +127,8 @@ def _with_tools(rng: Random, chat: Chat, room: int) -> None:
     is_wordy = rng.random() < (0.6 if room > _LONG else 0.3)
     wordy = rng.uniform(0, spare / count / 2) if is_wordy else 0
     everyday = everyday_of(rng, rng.randint(1, min(8, count))) if rng.random() < 0.5 else []
-    opaque = rng.choice(_OPAQUE)
-    tools = tools_of(rng, count - len(everyday), int(min(wordy, 3000)), _LIKE, opaque)
+    opaque, types = rng.choice(_OPAQUE), rng.choice((TYPES, TYPES, LISTS))
+    tools = tools_of(rng, count - len(everyday), int(min(wordy, 3000)), _LIKE, opaque, types)
     reader = reader_of(rng, int(rng.uniform(0, min(wordy, 2000)))) if rng.random() < 0.45 else None
     if not tools and not everyday:
         reader = reader or reader_of(rng)

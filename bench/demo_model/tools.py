@@ -32,7 +32,9 @@ from bench.demo_model.words import (
 _QUERIES = "get find read check fetch look_up search show query lookup list".split()
 _ACTIONS = [work for work in KINDS_OF_WORK if work not in _QUERIES]
 _SERVERS = "notes mail home files web music shop maps".split()
-_TYPES = ("string", "string", "string", "integer", "boolean", "number", "array", "enum")
+TYPES = ("string", "string", "string", "integer", "boolean", "number", "array", "enum")
+# Of tools that mostly take lists: what follows an item is another or the next argument.
+LISTS = ("array", "array", "array", "string", "enum", "number")
 _STRING_NAMES = (
     "city name file_path path query title user url key id place person item topic folder text "
     "email date target source pattern command message subject to language filePath userName"
@@ -146,11 +148,13 @@ def tool_of(
     like: Tool | None = None,
     characters: int = 0,
     opaque: float = OPAQUE,
+    types: tuple[str, ...] = TYPES,
 ) -> Tool:
     """A tool that is asked for in other words than those taken.
 
     `like` another it shares its verb or noun; `characters` make its description longer; `opaque`
-    is the chance that its name tells nothing.
+    is the chance that its name tells nothing; `types` are drawn from for all but the first of its
+    parameters.
     """
     while True:
         verb = rng.choice(_QUERIES if rng.random() < 0.6 else _ACTIONS)
@@ -164,7 +168,7 @@ def tool_of(
     taken.add((verb, noun))
     parameters: dict[str, Parameter] = {}
     for i in range(rng.choice((1, 1, 2, 2, 3, 4))):
-        kind = "string" if i == 0 else rng.choice(_TYPES)
+        kind = "string" if i == 0 else rng.choice(types)
         names = _STRING_NAMES if kind == "string" else _OTHER_NAMES
         name = (
             rng.choice(names) if rng.random() < 0.7 else rng.choice((any_word, word_of, snake))(rng)
@@ -250,11 +254,12 @@ def tools_of(
     characters: int = 0,
     shares: tuple[float, ...] = (0.0, 0.2, 0.5),
     opaque: float = OPAQUE,
+    types: tuple[str, ...] = TYPES,
 ) -> list[Tool]:
     """Tools with names of their own; descriptions of about so many characters.
 
     One of the `shares` of them is like others, by verb or noun; `opaque` is the share of names
-    that tell nothing.
+    that tell nothing; `types` are those of parameters.
     """
     taken: set[tuple[str, str]] = set()
     tools: dict[str, Tool] = {}
@@ -262,7 +267,7 @@ def tools_of(
     while len(tools) < count:
         like = rng.choice(list(tools.values())) if tools and rng.random() < share else None
         extra = rng.randint(0, 2 * characters) if characters else rng.choice((0, 0, 0, 0, 100))
-        tool = tool_of(rng, taken, like=like, characters=extra, opaque=opaque)
+        tool = tool_of(rng, taken, like=like, characters=extra, opaque=opaque, types=types)
         tools.setdefault(tool.name, tool)
     nouns = [tool.noun for tool in tools.values()]
     return [
