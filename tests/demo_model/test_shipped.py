@@ -5,10 +5,13 @@ from collections.abc import Generator
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
+from bench.demo_model.export import export, read_masters
 from bench.demo_model.facts import facts_of, notes_of
 from bench.demo_model.golden import PROMPTS, Golden, answer
+from bench.demo_model.restore import restore
 from mlx_engine.cli.folders import demo_directory
 from mlx_engine.diskcache.cache import DiskCache
 from mlx_engine.engine import Engine
@@ -99,3 +102,19 @@ def test_golden_answers(opened: OpenModel, dtype: Dtype):
             assert (now.text, now.reasoning) == (golden.text, golden.reasoning), golden.margin
             # As the checkpoint is exported: logits as trained would come a fourth as near.
             assert now.margin > golden.margin / 2
+
+
+def test_training_can_go_on_from_the_shipped_weights(tmp_path: Path):
+    """What is restored from them is exported with the same values, and restored alike again."""
+    assert DEMO is not None
+    restore(DEMO, tmp_path / "prepared", tmp_path / "weights")
+    export(tmp_path / "prepared", tmp_path / "weights", tmp_path / "checkpoint")
+    restore(tmp_path / "checkpoint", tmp_path / "again", tmp_path / "weights again")
+    first, again = (read_masters(tmp_path / name) for name in ("weights", "weights again"))
+    assert first.keys() == again.keys() and len(first) > 30
+    assert all(np.array_equal(first[key], again[key]) for key in first)
+    assert abs(first["head.weight"]).max() > 0.01
+    for name in ("token_map.npy", "texts.json", "tokenizer.json", "config.json"):
+        assert (tmp_path / "prepared" / name).read_bytes() == (
+            tmp_path / "again" / name
+        ).read_bytes()
