@@ -1,7 +1,7 @@
 """Where what an answer says of tools stands in their definitions: heads are taught to look there.
 
-A call is found in steps, of which none helps before the others are there: its tool by the words it
-is asked for by, the tool's name beside them, the parameters behind a description of any length.
+A call is found in steps, none of which helps before the others are there: its tool by the task it
+is asked for, the tool's name beside that, the parameters behind a description of any length.
 `looks_of` says for the tokens of a conversation where each step leads.
 """
 
@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,10 @@ _IN_ANSWER = re.compile(
     r'The tool (?:to|for) (?P<task>.*?) is (?P<planned>[\w-]+)\.| invoke name="(?P<called>[^"]+)">'
     r'| parameter name="(?P<parameter>[^"]+)" string="'
 )
+# Of an item of a list of texts: the quotation mark that ends it.
 _ENDS_ITEM = re.compile(r'"(?:, "|\])')
 _NAME, _DESCRIPTION, _PROPERTIES = '{"name": "', '"description": "', '"properties": {'
+_TYPE = '"type": "'
 # How far into a description a tool's task is looked for, in characters.
 _TASK_WITHIN = 160
 
@@ -50,16 +52,39 @@ class Piece:
         """The number of the token that has a character."""
         return self.first + bisect_right(self.starts, at) - 1
 
+    def tokens(self, begins: int, length: int) -> range:
+        """The numbers of those that have any of so many characters."""
+        return range(self.token(begins), self.token(begins + length - 1) + 1)
+
+    def id_of(self, token: int) -> int:
+        """The id of the token of a number."""
+        return self.ids[token - self.first]
+
+
+class _Parameter(NamedTuple):
+    """The characters at which a parameter's name and its type, if it says one, begin."""
+
+    name: int
+    kind: int | None
+
 
 @dataclass(frozen=True)
 class _Defined:
-    """Where a definition has its name and the text of its description, and of each parameter the
-    name and the type, if it says one: characters of the piece.
+    """The characters at which a tool's name and its description's text begin, and its parameters
+    by their names.
     """
 
     name: int
-    described: int
-    parameters: dict[str, tuple[int, int | None]]
+    description: int
+    parameters: dict[str, _Parameter]
+
+
+class _Look(NamedTuple):
+    """What is looked for, the number of the token that looks, and of the one that it looks at."""
+
+    kind: int
+    token: int
+    place: int
 
 
 def looks_of(
@@ -75,38 +100,37 @@ def looks_of(
     for tool in tools:
         whole = json.dumps(tool, ensure_ascii=False)
         known[tool["name"]] = defined = _defined(tool, whole, at)
-        begins = definitions.token(defined.described) - 1
-        for places in defined.parameters.values():
-            for place in places:
+        # The quotation mark between the name and the description: its token has seen the whole
+        # name, and nothing else yet.
+        named = definitions.token(defined.description) - 1
+        for parameter in defined.parameters.values():
+            for place in parameter:
                 if place is not None:
-                    looks[TOOL, definitions.token(place)] = begins
+                    looks[TOOL, definitions.token(place)] = named
         at += len(whole) + 1
     for answer in answers:
-        for kind, token, where in _looked_up(answer, definitions, known):
-            looks[kind, token] = where
+        for kind, token, place in _looks_in(answer, definitions, known):
+            looks[kind, token] = place
     return looks
 
 
 def _defined(tool: dict[str, Any], whole: str, at: int) -> _Defined:
-    """Of a definition that begins at a character."""
-    described = at + whole.index(_DESCRIPTION) + len(_DESCRIPTION)
-    parameters: dict[str, tuple[int, int | None]] = {}
-    properties = tool["parameters"].get("properties") or {}
+    """Of a tool whose definition, written out as `whole`, begins at a character."""
+    description = at + whole.index(_DESCRIPTION) + len(_DESCRIPTION)
+    parameters: dict[str, _Parameter] = {}
+    properties: dict[str, Any] = tool["parameters"].get("properties") or {}
     here = at + whole.index(_PROPERTIES) + len(_PROPERTIES) if properties else 0
-    for key, schema in properties.items():
+    for name, schema in properties.items():
         body = json.dumps(schema, ensure_ascii=False)
-        name, begins = here + 1, here + len(json.dumps(key, ensure_ascii=False)) + 2
-        of_type = body.find('"type": "')
-        kind = begins + of_type + len('"type": "') if of_type >= 0 else None
-        parameters[key] = name, kind
-        here = begins + len(body) + 2
-    return _Defined(at + len(_NAME), described, parameters)
+        begins = here + len(json.dumps(name, ensure_ascii=False)) + len(": ")
+        kind = begins + body.index(_TYPE) + len(_TYPE) if _TYPE in body else None
+        parameters[name] = _Parameter(here + 1, kind)
+        here = begins + len(body) + len(", ")
+    return _Defined(at + len(_NAME), description, parameters)
 
 
-def _looked_up(
-    answer: Piece, definitions: Piece, known: dict[str, _Defined]
-) -> Iterator[tuple[int, int, int]]:
-    """What is looked for at which token, and where: of every tool that an answer tells or calls."""
+def _looks_in(answer: Piece, definitions: Piece, known: dict[str, _Defined]) -> Iterator[_Look]:
+    """Those of every tool that an answer tells or calls."""
     tool: _Defined | None = None
     for match in _IN_ANSWER.finditer(answer.text):
         if name := match["called"]:
@@ -114,65 +138,64 @@ def _looked_up(
         elif (name := match["planned"]) and name in known:
             yield from _planned(answer, match, definitions, known[name])
         elif (name := match["parameter"]) and tool is not None and name in tool.parameters:
-            place, kind = tool.parameters[name]
-            begins, length = match.start("parameter"), len(name)
-            there = definitions.token(place)
-            yield from _copied(answer, begins, length, definitions, there)
-            yield ASKED, answer.token(begins) - 1, there
-            if kind is not None:  # it is told by what ends the name
-                last = answer.token(begins + length - 1)
-                yield ASKED, last, definitions.token(kind)
-                yield NEXT, last, definitions.token(kind)
-            # What follows an item of a list may be another, or the parameter after this one.
-            after = _after(tool.parameters, name)
-            value = answer.text[match.end() : answer.text.find("</", match.end())]
-            if after is not None and value.startswith('false">['):
-                for ends in _ENDS_ITEM.finditer(value):
-                    item = answer.token(match.end() + ends.start() - 1)
-                    yield ASKED, item, definitions.token(after)
+            yield from _given(answer, match, definitions, tool.parameters)
 
 
 def _planned(
     answer: Piece, match: re.Match[str], definitions: Piece, defined: _Defined
-) -> Iterator[tuple[int, int, int]]:
-    """Of a plan: the task, where the description has it, and the name."""
+) -> Iterator[_Look]:
+    """Of a plan: its task, where the description has it, and the tool's name."""
     task, name = match["task"], match["planned"]
-    begins = match.start("task")
-    end = min(definitions.text.find('"', defined.described), defined.described + _TASK_WITHIN)
-    description = definitions.text[defined.described : end]
-    asked = definitions.token(defined.name + len(name) - 1)
-    if (here := description.lower().find(task.lower())) >= 0:
-        here += defined.described
-        asked = definitions.token(here + len(task) - 1)
-        yield ASKED, answer.token(begins) - 1, asked
-        yield from _copied(answer, begins, len(task), definitions, definitions.token(here))
+    begins = defined.description
+    ends = min(definitions.text.index('"', begins), begins + _TASK_WITHIN)
+    description = definitions.text[begins:ends]
+    named = definitions.tokens(defined.name, len(name))
+    if (at := description.lower().find(task.lower())) >= 0:
+        said, there = _tokens(answer, match, "task"), definitions.tokens(begins + at, len(task))
+        asked = there[-1]
+        yield _Look(ASKED, said[0] - 1, asked)
+        yield from _copied(answer, said, definitions, there[0])
     elif last := re.search(rf"\b{re.escape(task.split()[-1])}\b", description):
-        asked = definitions.token(defined.described + last.end() - 1)
-    begins = match.start("planned")
-    yield ASKED, answer.token(begins) - 1, asked
-    there = definitions.token(defined.name)
-    yield from _copied(answer, begins, len(name), definitions, there)
+        asked = definitions.token(begins + last.end() - 1)
+    else:
+        asked = named[-1]
+    said = _tokens(answer, match, "planned")
+    yield _Look(ASKED, said[0] - 1, asked)
+    yield from _copied(answer, said, definitions, named[0])
 
 
-def _after(parameters: dict[str, tuple[int, int | None]], name: str) -> int | None:
-    """Where the parameter after one has its name."""
-    later = iter(parameters)
-    while next(later) != name:
-        pass
-    after = next(later, None)
-    return None if after is None else parameters[after][0]
+def _given(
+    answer: Piece, match: re.Match[str], definitions: Piece, parameters: dict[str, _Parameter]
+) -> Iterator[_Look]:
+    """Of an argument: its parameter's name and type, and what may follow it."""
+    name = match["parameter"]
+    parameter, said = parameters[name], _tokens(answer, match, "parameter")
+    there = definitions.token(parameter.name)
+    yield _Look(ASKED, said[0] - 1, there)
+    yield from _copied(answer, said, definitions, there)
+    if parameter.kind is not None:  # it is told by what ends the name
+        kind = definitions.token(parameter.kind)
+        yield _Look(ASKED, said[-1], kind)
+        yield _Look(NEXT, said[-1], kind)
+    # What follows an item of a list may be another, or the parameter after this one.
+    value = answer.text[match.end() : answer.text.find("</", match.end())]
+    names = list(parameters)
+    if value.startswith('false">[') and name != names[-1]:
+        after = definitions.token(parameters[names[names.index(name) + 1]].name)
+        for ends in _ENDS_ITEM.finditer(value):
+            yield _Look(ASKED, answer.token(match.end() + ends.start() - 1), after)
 
 
-def _copied(
-    answer: Piece, begins: int, length: int, definitions: Piece, there: int
-) -> Iterator[tuple[int, int, int]]:
-    """Each token of a text in an answer, looked for from the one before it, as long as both agree;
-    a task's first one has another capital.
+def _tokens(piece: Piece, match: re.Match[str], group: str) -> range:
+    """Those of a part of what was found in a piece's text."""
+    return piece.tokens(match.start(group), len(match[group]))
+
+
+def _copied(answer: Piece, said: range, definitions: Piece, there: int) -> Iterator[_Look]:
+    """Each token of what an answer says, looked for from the one before it, as long as it is the
+    definition's; the first may have another capital, or a space that the definition has not.
     """
-    first, last = answer.token(begins), answer.token(begins + length - 1)
-    for token in range(first, last + 1):
-        where = there + token - first
-        is_same = answer.ids[token - answer.first] == definitions.ids[where - definitions.first]
-        if not is_same and token > first:
+    for token, place in zip(said, range(there, there + len(said)), strict=True):
+        if token > said[0] and answer.id_of(token) != definitions.id_of(place):
             return
-        yield NEXT, token - 1, where
+        yield _Look(NEXT, token - 1, place)

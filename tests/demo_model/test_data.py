@@ -1,11 +1,14 @@
 """The demo model's data: every answer follows from what stands before it."""
 
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -13,6 +16,7 @@ from typing import Any, cast
 import pytest
 from tokenizers import Tokenizer
 
+from bench.demo_model import tasks
 from bench.demo_model.cases import KINDS, case
 from bench.demo_model.chat import Chat, Encoder, format_texts, spans
 from bench.demo_model.exercises import exercise
@@ -21,7 +25,7 @@ from bench.demo_model.heads import agent
 from bench.demo_model.prepare import build_tokenizer
 from bench.demo_model.read_turns import REQUESTS
 from bench.demo_model.tasks import chat_of
-from bench.demo_model.tools import tools_of
+from bench.demo_model.tools import LISTS, Tool, tools_of
 from bench.demo_model.words import spelling_of
 
 
@@ -165,6 +169,31 @@ def test_tools_of_one_list_are_asked_for_in_words_of_their_own():
         assert len({tool.task for tool in tools}) == len({tool.name for tool in tools}) == 24
 
 
+def test_tools_of_a_third_of_conversations_mostly_take_lists(monkeypatch: pytest.MonkeyPatch):
+    made: list[list[Tool]] = []
+
+    def recording(*args: Any) -> list[Tool]:
+        made.append(tools_of(*args))
+        return made[-1]
+
+    monkeypatch.setattr(tasks, "tools_of", recording)
+    # Of conversations with and without numbers and truth values, which are none of LISTS.
+    kinds: dict[bool, list[list[str]]] = {False: [], True: []}
+    for seed in range(1000):
+        made.clear()
+        chat = chat_of(Random(seed), 3000)
+        tools = made[-1] if made else []
+        later = [parameter.kind for tool in tools for parameter in tool.parameters[1:]]
+        assert all(tool.parameters[0].kind == "string" for tool in tools)
+        if len(later) >= 12:
+            kinds[set(later) <= set(LISTS)].append(later)
+            assert all(tool.definition in chat.tools for tool in tools)
+    plain, lists = list(chain(*kinds[False])), list(chain(*kinds[True]))
+    assert 0.05 < plain.count("array") / len(plain) < 0.2
+    assert 0.4 < lists.count("array") / len(lists) < 0.6
+    assert 0.25 < len(kinds[True]) / sum(map(len, kinds.values())) < 0.45
+
+
 @pytest.mark.parametrize("kind", ["sort numbers", "sort words", "sum", "count"])
 def test_exercises_are_right(kind: str):
     for seed in range(200):
@@ -194,6 +223,20 @@ def test_questions_about_a_long_context_share_it():
         assert first.turns[-1] != second.turns[-1]
         other = case(kind, 5)
         assert (other.tools, other.turns[0]) != (first.tools, first.turns[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("call of 8", "23c23512103fdbde"),
+        ("call in 16000", "6e796bf264065be0"),
+        ("parallel of 4", "92da20e731f7c091"),
+    ],
+)
+def test_cases_of_calls_stay_what_they_were(kind: str, expected: str):
+    """Scores of one model are compared with those of the next, also where training changes."""
+    cases = [asdict(case(kind, n, thinks=thinks)) for n in range(20) for thinks in (False, True)]
+    assert hashlib.sha256(json.dumps(cases).encode()).hexdigest()[:16] == expected
 
 
 def test_cases_are_as_long_as_they_say(encoder: Encoder):

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count, takewhile
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -25,6 +25,8 @@ TOKENIZER = Path(__file__).parents[2] / "mlx_engine" / "demo" / "tokenizer.json"
 CALLS = [kind for kind in KINDS if re.match("call|everyday|service|unfamiliar|parallel|read", kind)]
 # Tokens of a conversation.
 DRAWN = (1000, 2000, 4000, 8000)
+# How far into a description its tool's task is looked for, in characters.
+SOON = 160
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class Argument:
     named: int
     is_string: str
     value: str
+    begins: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tool's name and its task as an answer says them, and where each begins."""
+
+    name: str
+    named: int
+    task: str
     begins: int
 
 
@@ -103,12 +115,20 @@ class Read:
         for match in re.finditer(pattern, self.text, re.DOTALL):
             yield match.start(1), match[1]
 
-    def planned(self) -> Iterator[tuple[int, str, str]]:
-        """Where an answer says what a tool is called, its name, and the last word before that."""
+    def covering(self, at: int, text: str) -> range:
+        """Those that have a part of a text that begins at a character."""
+        return range(self.token(at), self.token(at + len(text) - 1) + 1)
+
+    def plans(self) -> Iterator[Plan]:
+        """Where an answer says which tool has a task."""
         for begins, text in self.answers():
             for name in self.definitions:
-                for match in re.finditer(rf"(\w+) is {re.escape(name)}\.", text):
-                    yield begins + match.end() - len(name) - 1, name, match[1]
+                for end in re.finditer(rf" is {re.escape(name)}\.", text):
+                    said, how = text[: end.start()].rpartition("The tool ")[::2]
+                    link, _, task = how.partition(" ")
+                    at = begins + len(said) + len(f"The tool {link} ")
+                    if link in ("to", "for") and "." not in how:
+                        yield Plan(name, begins + end.start() + len(" is "), task, at)
 
     def arguments(self) -> list[Argument]:
         """Those of all calls."""
@@ -255,25 +275,32 @@ def test_names_and_types_in_definitions_look_at_the_name_of_their_tool(of: Reade
 
 @every
 def test_an_answer_looks_at_what_comes_next_in_the_definition(of: Reader, what: Any):
-    """Every token of a name, and the type where a parameter's name ends: those and no others."""
+    """Every token of a name and of a task, and the type where a parameter's name ends: those and no
+    others.
+    """
     for read in of(what):
         names: dict[int, int] = {}
         types: dict[int, int] = {}
-        for at, name, _ in read.planned():
-            if not read.is_edge(at):  # " your" begins with one token: none of the definition
-                assert f" {name}".startswith(read.spelled(read.token(at)))
-                continue
-            first, last = read.definitions[name].name
-            for i, token in enumerate(read.tokens(at, name)):
-                names[token - 1] = first + i
-                assert first + i <= last
+        plans: dict[int, int] = {}
+        for plan in read.plans():
+            first, last = read.definitions[plan.name].name
+            said = read.covering(plan.named, plan.name)
+            plans |= {said[0] - 1: first} | same(read, said[1:], first + 1)
+            # A name whose first token has the space before it, " your", is no other than that.
+            if read.is_edge(plan.named):
+                names |= {token - 1: first + i for i, token in enumerate(said)}
+                assert first + len(said) - 1 == last
+            if (there := task_of(read, plan)) is not None:
+                said = read.covering(plan.begins, plan.task)
+                plans |= {said[0] - 1: there[0]} | same(read, said[1:], there[0] + 1)
+        assert names.items() <= plans.items()
         for each in read.arguments():
             first, kind = read.definitions[each.tool].parameters[each.name]
             tokens = read.tokens(each.named, each.name)
             names |= {token - 1: first + i for i, token in enumerate(tokens)}
             types[tokens[-1]] = kind
-        assert not names.keys() & types.keys()
-        assert read.looks(NEXT) == names | types
+        assert not (names.keys() | plans.keys()) & types.keys()
+        assert read.looks(NEXT) == names | plans | types
         for token, place in names.items():
             assert read.ids[token + 1] == read.ids[place]
         for token, place in types.items():
@@ -281,10 +308,31 @@ def test_an_answer_looks_at_what_comes_next_in_the_definition(of: Reader, what: 
             assert read.spelled(token + 1) == f'" string="{is_string}">'
 
 
+def same(read: Read, said: range, place: int) -> dict[int, int]:
+    """Of tokens that are those from a place on, the token before each and its place."""
+    pairs = takewhile(lambda pair: read.ids[pair[0]] == read.ids[pair[1]], zip(said, count(place)))
+    return {token - 1: there for token, there in pairs}
+
+
+def head_of(read: Read, plan: Plan) -> tuple[int, str]:
+    """What a tool's description says first, and where that begins."""
+    begins, ends = read.definitions[plan.name].description
+    return begins, read.text[begins : min(ends, begins + SOON)]
+
+
+def task_of(read: Read, plan: Plan) -> range | None:
+    """The tokens of a plan's task in what the description says first."""
+    begins, head = head_of(read, plan)
+    match = re.search(re.escape(plan.task), head, re.IGNORECASE)
+    return None if match is None else read.covering(begins + match.start(), match[0])
+
+
 @every
 def test_an_answer_looks_at_what_it_is_asked_for(of: Reader, what: Any):
-    """Before a tool's name, and before each parameter, which may be one of several of that name."""
-    told = 0
+    """Before a tool's task and its name, and before each parameter, which may be one of several of
+    that name.
+    """
+    found = 0
     for read in of(what):
         expected: dict[int, int] = {}
         for each in read.arguments():
@@ -296,20 +344,132 @@ def test_an_answer_looks_at_what_it_is_asked_for(of: Reader, what: Any):
             for item in ends_of_items(read, each):
                 if first != later[-1]:
                     expected[item] = later[later.index(first) + 1]
-        found = read.looks(ASKED)
-        for at, name, word in read.planned():
-            token, defined = read.token(at) - 1, read.definitions[name]
-            place = found[token]
-            begins, ends = defined.description
-            words = re.finditer(rf"\b{re.escape(word)}\b", read.text[begins:ends])
-            places = {read.token(begins + match.end() - 1) for match in words}
+        for plan in read.plans():
+            begins, head = head_of(read, plan)
             # Where the description does not say the word soon, what follows the name helps.
-            assert place in places | {defined.name[1]}
-            assert defined.whole[0] < place <= defined.whole[1]
-            expected[token] = place
-            told += place in places
-        assert found == expected
-    assert told or not any(read.definitions for read in of(what))
+            place = read.definitions[plan.name].name[1]
+            if (there := task_of(read, plan)) is not None:
+                expected[read.token(plan.begins) - 1] = place = there[-1]
+            elif word := word_in(head, plan.task.rpartition(" ")[2]):
+                place = read.token(begins + word.end() - 1)
+            expected[read.token(plan.named) - 1] = place
+            found += place != read.definitions[plan.name].name[1]
+        assert read.looks(ASKED) == expected
+    assert found or not any(read.definitions for read in of(what))
+
+
+def word_in(text: str, word: str) -> re.Match[str] | None:
+    """Where a text has a word first, whole."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)
+
+
+def telling(description: str, said: str, name: str = "get_lot") -> Read:
+    """An answer that tells a tool, which stands behind another."""
+    what = {"type": "string", "description": "Where to find the lot"}
+    schema = {"type": "object", "properties": {"city": what}}
+    described = {"find_it": "To find the lot.", name: description}
+    chat = Chat(
+        tools=[{"name": n, "description": d, "parameters": schema} for n, d in described.items()]
+    )
+    chat.user("Which tool is it?")
+    chat.answer(f"Let me see. {said} It is the only one.")
+    return Read(chat)
+
+
+QUICK = "Be quick. " * 20
+BEFORE_TASK, BEFORE_WORD = (QUICK[: SOON - len(text)] for text in (" find the lot", " lot"))
+
+
+@pytest.mark.parametrize(
+    ("description", "how"),
+    [
+        ("{Find the lot|}.", "to find the lot"),
+        ("Use this to {find the lot|}.", "to find the lot"),
+        ("Use this to {find the lot|}, or to find the lot.", "to find the lot"),
+        # It ends where the task does, though both go on alike.
+        ("Of all to {find the lot|} is the only one.", "to find the lot"),
+        ("{Find} THE lot|.", "to find the lot"),
+        # Nothing after a token that differs, though there are as many and the rest is the same.
+        ("{Use }Find again|.", "to use find again"),
+        ("{Find the} Lot again and again|.", "to find the lot again and again"),
+        ("{Find the} lot|.", "to find the Lot"),
+        ("Tells {the lot|} of a city.", "for the lot"),
+        # One token is two where a capital begins them: "The", " ".
+        ("{The} lot| of a city.", "for the lot"),
+        ("Tells if {it is the lot|} of a city.", "for it is the lot"),
+        ("{Find the} lot|s.", "to find the lot"),
+        ("A lot: {find the lot|}.", "to find the lot"),
+        ("A lot| of one lot.", "to find the lot"),
+        ("Allot lots or a_lot.", "to find the lot"),
+        ("Allot lots to the lot|.", "to find the lot"),
+        ("The Lot.", "to find the lot"),
+        ("What to find.", "to find the lot"),
+        ("Runs nodexjs, of c.", "to run node.js"),
+        ("Runs nodexjs, of c.", "to speak c++"),
+        ("", "to find the lot"),
+        (f"{BEFORE_TASK} {{find the lot|}} {QUICK}", "to find the lot"),
+        (f"{BEFORE_TASK}, find the lot {QUICK}", "to find the lot"),
+        (f"{BEFORE_WORD} lot| {QUICK}", "to find the lot"),
+        (f"{BEFORE_WORD}, lot {QUICK}", "to find the lot"),
+    ],
+)
+@pytest.mark.parametrize("name", ["get_lot", "your_lot"])
+def test_a_task_is_looked_up_in_what_its_description_says_first(
+    description: str, how: str, name: str
+):
+    """{What} is copied, and what is asked for ends at the |: without one, at the name's end."""
+    marks = {mark: plain(description[: description.find(mark)]) for mark in "{}|"}
+    read = telling(plain(description), f"The tool {how} is {name}.", name)
+    defined = read.definitions[name]
+    at = read.text.index(f"The tool {how}") + len("The tool to ")
+    at += how.startswith("for ")
+    named = read.text.index(f" is {name}.", at) + len(" is ")
+    said = read.covering(named, name)
+    copied = {token - 1: defined.name[0] + i for i, token in enumerate(said)}
+    asked = {said[0] - 1: defined.name[1]}
+    begins, _ = defined.description
+    if "|" in description:
+        asked[said[0] - 1] = end = read.token(begins + len(marks["|"]) - 1)
+        if "{" in description:
+            task = read.token(at)
+            asked[task - 1] = end
+            text = marks["}"].removeprefix(marks["{"])
+            there = read.covering(begins + len(marks["{"]), text)
+            copied |= {task - 1 + i: place for i, place in enumerate(there)}
+    assert read.looks(ASKED) == asked
+    assert read.looks(NEXT) == copied
+
+
+def plain(description: str) -> str:
+    return re.sub(r"[{}|]", "", description)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "A tool to find the lot is get_lot.",
+        "The tool of the lot is get_lot.",
+        "The tool to find the lot is get_lots.",
+        "The tool to find the lot is get_lot, which",
+        "The tool to find the lot was get_lot.",
+        "To find the lot is get_lot.",
+    ],
+)
+def test_what_is_no_plan_looks_nowhere(said: str):
+    read = telling("Find the lot.", said)
+    assert not read.looks(ASKED) and not read.looks(NEXT)
+
+
+def test_each_plan_of_an_answer_is_looked_up():
+    unknown, last = "The tool to find the lots is get_lots.", "The tool to find the lot is get_lot."
+    first = "The tool to find the lot is find_it."
+    one = telling("Find the lot.", last)
+    all_of_them = telling("Find the lot.", f"{first} {unknown} {last}")
+    moved = len(all_of_them.ids) - len(one.ids)
+    for kind, more in ((ASKED, 2), (NEXT, 6)):
+        looks, expected = all_of_them.looks(kind), one.looks(kind)
+        assert len(looks) == len(expected) + more
+        assert looks.items() > {token + moved: at for token, at in expected.items()}.items() > set()
 
 
 def ends_of_items(read: Read, argument: Argument) -> Iterator[int]:
