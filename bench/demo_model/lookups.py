@@ -28,7 +28,7 @@ NEXT = 2
 LOOKS = 3
 
 _IN_ANSWER = re.compile(
-    r'The tool (?:to|for) (?P<task>.*?) is (?P<planned>[\w-]+)\.| invoke name="(?P<called>[^"]+)">'
+    r'The tool (?:to|for) (?P<task>.+?) is (?P<planned>[\w-]+)\.| invoke name="(?P<called>[^"]+)">'
     r'| parameter name="(?P<parameter>[^"]+)" string="'
 )
 # Of an item of a list of texts: the quotation mark that ends it.
@@ -100,8 +100,7 @@ def looks_of(
     for tool in tools:
         whole = json.dumps(tool, ensure_ascii=False)
         known[tool["name"]] = defined = _defined(tool, whole, at)
-        # The quotation mark between the name and the description: its token has seen the whole
-        # name, and nothing else yet.
+        # What opens the description's text: its token has the whole name before it.
         named = definitions.token(defined.description) - 1
         for parameter in defined.parameters.values():
             for place in parameter:
