@@ -25,7 +25,9 @@ from tests.reference.formats import bf16_decode, bf16_round
 
 
 def restore(checkpoint: Path, prepared: Path, weights: Path) -> None:
-    """Write both folders."""
+    """Write both folders; raises FileExistsError where the second one has weights."""
+    if any(weights.glob("masters-*.npz")):
+        raise FileExistsError(f"{weights} has weights already: name another folder for these")
     for folder in (prepared, weights):
         folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
@@ -54,4 +56,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("checkpoint", "prepared", "weights"):
         parser.add_argument(name, type=Path)
-    restore(**vars(parser.parse_args()))
+    try:
+        restore(**vars(parser.parse_args()))
+    except FileExistsError as error:
+        parser.error(str(error))

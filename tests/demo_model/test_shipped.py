@@ -118,3 +118,6 @@ def test_training_can_go_on_from_the_shipped_weights(tmp_path: Path):
         assert (tmp_path / "prepared" / name).read_bytes() == (
             tmp_path / "again" / name
         ).read_bytes()
+    # Other weights are not mixed with them.
+    with pytest.raises(FileExistsError, match="has weights already"):
+        restore(DEMO, tmp_path / "prepared", tmp_path / "weights")
