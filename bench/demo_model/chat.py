@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from bench.demo_model.lookups import LOOKS, NOWHERE, Piece, looks_of
+from bench.demo_model.lookups import KINDS_OF_LOOKS, NOWHERE, Piece, looks_of
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SYSTEM, USER, ASSISTANT = "<｜System｜>", "<｜User｜>", "<｜Assistant｜>"
@@ -25,8 +25,8 @@ SPECIAL = re.compile("|".join(map(re.escape, (BOS, EOS, SYSTEM, USER, ASSISTANT,
 
 OTHERS_WEIGHT = 0.05
 
-# Which piece of a conversation with tools has their definitions.
-DEFINITIONS = 2
+# Which piece that `spans` yields of a conversation with tools has their definitions.
+_DEFINITIONS = 2
 
 Json = dict[str, Any]
 
@@ -116,6 +116,7 @@ def spans(chat: Chat, texts: FormatTexts, *, opens: bool = False) -> Iterator[tu
         # In its definition a tool's words come again and again: there they are learned as one.
         yield SYSTEM + head + texts.tools_head, 0
         # The first end of line has a token together with what stands before it.
+        # `Encoder.document` finds this piece as number _DEFINITIONS.
         definitions = (json.dumps(tool, ensure_ascii=False) for tool in chat.tools)
         yield "\n".join(definitions) + texts.tools_tail[:1], chat.others_weight
         yield texts.tools_tail[1:], 0
@@ -159,7 +160,7 @@ def _parameter(name: str, value: Any) -> str:
 
 class Document(NamedTuple):
     """Token ids uint16 [T], the weight of each as a target f32 [T], and where it looks: int32
-    [LOOKS, T], as `lookups` has it.
+    [KINDS_OF_LOOKS, T], as `lookups` has it.
     """
 
     ids: NDArray[np.uint16]
@@ -188,27 +189,23 @@ class Encoder:
     def marked(self, text: str) -> list[int]:
         """Text in which special tokens are spelled out."""
         ids: list[int] = []
-        end = 0
-        for match in SPECIAL.finditer(text):
-            ids += self.text(text[end : match.start()])
-            ids.append(self._special[match[0]])
-            end = match.end()
-        return ids + self.text(text[end:])
+        for _, plain, special in _parts(text):
+            ids += self.text(plain)
+            if special:
+                ids.append(self._special[special])
+        return ids
 
     def piece(self, text: str, first: int) -> Piece:
-        """The same with where each token begins, the first one's number being `first`."""
+        """Such a text's tokens with where each begins, the first one's number being `first`."""
         ids: list[int] = []
         starts: list[int] = []
-        end = 0
-        for match in (*SPECIAL.finditer(text), None):
-            begins = len(text) if match is None else match.start()
-            encoding = self._plain.encode(text[end:begins], add_special_tokens=False)
+        for at, plain, special in _parts(text):
+            encoding = self._plain.encode(plain, add_special_tokens=False)
             ids += encoding.ids
-            starts += [end + start for start, _ in encoding.offsets]
-            if match is not None:
-                ids.append(self._special[match[0]])
-                starts.append(begins)
-                end = match.end()
+            starts += [at + start for start, _ in encoding.offsets]
+            if special:
+                ids.append(self._special[special])
+                starts.append(at + len(plain))
         return Piece(text, ids, starts, first)
 
     def document(self, chat: Chat, texts: FormatTexts) -> Document:
@@ -218,10 +215,10 @@ class Encoder:
         definitions: Piece | None = None
         answers: list[Piece] = []
         for number, (text, weight) in enumerate(spans(chat, texts)):
-            if chat.tools and (number == DEFINITIONS or weight == 1):
+            if chat.tools and (number == _DEFINITIONS or weight == 1):
                 piece = self.piece(text, len(ids))
                 new = piece.ids
-                if number == DEFINITIONS:
+                if number == _DEFINITIONS:
                     definitions = piece
                 else:
                     answers.append(piece)
@@ -229,7 +226,18 @@ class Encoder:
                 new = self.marked(text)
             ids += new
             weights += [weight] * len(new)
-        looks = np.full((LOOKS, len(ids)), NOWHERE, np.int32)
+        looks = np.full((KINDS_OF_LOOKS, len(ids)), NOWHERE, np.int32)
         if definitions is not None:
             looks = looks_of(chat.tools, definitions, answers, len(ids))
         return Document(np.array(ids, np.uint16), np.array(weights, np.float32), looks)
+
+
+def _parts(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield where each plain part begins, the part, and the special token behind it: none behind
+    the last.
+    """
+    at = 0
+    for match in SPECIAL.finditer(text):
+        yield at, text[at : match.start()], match[0]
+        at = match.end()
+    yield at, text[at:], ""

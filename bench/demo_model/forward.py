@@ -19,13 +19,13 @@ from torch import Tensor
 
 from bench.demo_model import roundings, sublayers
 from bench.demo_model.parameters import owners, parameter_of
-from bench.demo_model.taught import Taught, layers_of, lookup_loss
+from bench.demo_model.taught import Aims, layers_of, lookup_loss
 from tests.reference import engram
 from tests.reference.random_tensors import tensor_layout
 from tests.reference.rope import rope_frequencies
 
 # Queries of a sequence that teach the indexer.
-_TAUGHT = 2048
+_TEACHING_QUERIES = 2048
 
 
 def empty_parameters(config: dict[str, Any], device: str) -> dict[str, Tensor]:
@@ -46,18 +46,19 @@ def empty_parameters(config: dict[str, Any], device: str) -> dict[str, Tensor]:
 class Batch:
     """Packed documents: token ids and document numbers, int64 [B, T]; documents begin evenly.
 
-    taught: by the kind of look, where the head that is taught it shall look.
+    aims: by the kind of look, where the head that is taught it shall look.
     """
 
     ids: Tensor
     documents: Tensor
-    taught: dict[int, Taught] = field(default_factory=dict)
+    aims: dict[int, Aims] = field(default_factory=dict)
 
 
 @dataclass
 class Output:
     """logits f32 [N, V]; index_loss: of the selections; load [L, E]: the experts' shares;
-    lookup_losses: of each head that is taught to look up, where the batch says what.
+    lookup_losses: of each head that is taught to look up, where the batch has aims, in the order of
+    the layers: TOOL, ASKED, NEXT.
     """
 
     logits: Tensor
@@ -209,13 +210,13 @@ class TrainingForm:
             if layer in c["index_source_layer_ids"]:
                 self._index(layer, x, qr, layers, shared)
             rows, mask = shared.rows, shared.mask
-            what = shared.batch.taught.get(self._teaches.get(layer, -1))
-            if what is not None:
-                shared.lookup_losses.append(lookup_loss(q[:, :, -1], rows, shared.layout, what))
+            aims = shared.batch.aims.get(self._teaches.get(layer, -1))
+            if aims is not None:
+                shared.lookup_losses.append(lookup_loss(q[:, :, -1], rows, shared.layout, aims))
         o, lse = self._heavy.attend(q, kv, rows, mask, pick("attn_sink"), shared.layout, W)
         if R:
             # On so long sequences some of the queries are enough to teach the indexer.
-            stride = max(1, T // _TAUGHT)
+            stride = max(1, T // _TEACHING_QUERIES)
             shared.shares.append(self._heavy.row_shares(q, rows, mask, lse, stride))
         o = o.flatten(0, 1)
         return self._output(o, pick("wo_a.weight"), pick("wo_b.weight"), angle, c["o_groups"])
@@ -315,7 +316,7 @@ class _Shared:
         if self.shares:
             share = sum(self.shares) / len(self.shares)
             q, weights, keys = self.group
-            stride = max(1, self.T // _TAUGHT)
+            stride = max(1, self.T // _TEACHING_QUERIES)
             visible = sublayers.visible(self.layout, self.T // keys.shape[1], stride)
             args = (q[:, ::stride], weights[:, ::stride], keys, visible, share)
             self.index_losses.append(form._index_loss(*args))

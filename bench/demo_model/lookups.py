@@ -18,14 +18,18 @@ from numpy.typing import NDArray
 # No place is looked at.
 NOWHERE = 65535
 
-# What is looked for. In a definition, at a parameter's name and at its type: the tool's name.
+# What is looked for. In a definition, at a parameter's name and at its type: the token that opens
+# the tool's description, which has the tool's name before it.
 TOOL = 0
-# In an answer, before a tool's task and before its name: where its definition has said the task;
-# before a parameter or its type: what the definition says there.
+# In an answer, before a tool's task and before its name: where the description has said the task.
+# If it says the task otherwise, before the name alone: the task's last word, and without that the
+# end of the name in the definition. Before a parameter's name and where it ends: the name and the
+# type in the definition. Where an item of a list of texts ends: the next parameter's name.
 ASKED = 1
-# In an answer: the token that comes next, where the definition has it.
+# In an answer: the token that comes next, as long as the definition has it; where a parameter's
+# name ends: its type, which tells what comes next.
 NEXT = 2
-LOOKS = 3
+KINDS_OF_LOOKS = 3
 
 _IN_ANSWER = re.compile(
     r'The tool (?:to|for) (?P<task>.+?) is (?P<planned>[\w-]+)\.| invoke name="(?P<called>[^"]+)">'
@@ -90,11 +94,12 @@ class _Look(NamedTuple):
 def looks_of(
     tools: list[dict[str, Any]], definitions: Piece, answers: list[Piece], size: int
 ) -> NDArray[np.int32]:
-    """int32 [LOOKS, size]: for each of so many tokens the numbers of those looked at, or NOWHERE.
+    """int32 [KINDS_OF_LOOKS, size]: for each of so many tokens the numbers of those looked at, or
+    NOWHERE.
 
     `definitions` are those of the tools, each on a line of its own.
     """
-    looks = np.full((LOOKS, size), NOWHERE, np.int32)
+    looks = np.full((KINDS_OF_LOOKS, size), NOWHERE, np.int32)
     known: dict[str, _Defined] = {}
     at = 0
     for tool in tools:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.demo_model.chat import Encoder, FormatTexts
-from bench.demo_model.lookups import LOOKS, NOWHERE
+from bench.demo_model.lookups import KINDS_OF_LOOKS, NOWHERE
 from bench.demo_model.tasks import chat_of
 
 PAD_ID = 2
@@ -26,7 +26,8 @@ NO_DOCUMENT = 65535
 @dataclass(frozen=True)
 class Packed:
     """ids uint16, documents uint16 and weights f32, each [B, T]: a token's weight as a target;
-    looks uint16 [LOOKS, B, T]: the places in its sequence that a token looks at, or NOWHERE.
+    looks uint16 [KINDS_OF_LOOKS, B, T]: the places in its sequence that a token looks at, or
+    NOWHERE.
     """
 
     ids: NDArray[np.uint16]
@@ -45,7 +46,7 @@ def pack(
     ids = np.full((B, T), PAD_ID, np.uint16)
     documents = np.full((B, T), NO_DOCUMENT, np.uint16)
     weights = np.zeros((B, T), np.float32)
-    looks = np.full((LOOKS, B, T), NOWHERE, np.uint16)
+    looks = np.full((KINDS_OF_LOOKS, B, T), NOWHERE, np.uint16)
     for row in range(B):
         at = number = misses = 0
         while at < T - 64 and misses < _MISSES:

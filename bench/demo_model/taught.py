@@ -15,14 +15,14 @@ from bench.demo_model.lookups import ASKED, NEXT, NOWHERE, TOOL
 from bench.demo_model.sublayers import Layout
 
 # Tokens of a sequence that are taught in a layer, at most.
-TAUGHT = 1024
+MOST_TAUGHT = 1024
 # How far back the earlier text must be that is looked up, and how many tokens of it are compared.
 _FAR = 48
 _COMPARED = 4
 _NEVER = -1e30
 
 
-class Taught(NamedTuple):
+class Aims(NamedTuple):
     """Of a layer: tokens int64 [B, U], where each shall look int64 [B, U], which of them count."""
 
     at: Tensor
@@ -41,22 +41,22 @@ def layers_of(config: dict[str, Any]) -> dict[int, int]:
     return {candidates - 1: TOOL, candidates: ASKED, text["index_source_layer_ids"][-1]: NEXT}
 
 
-def taught(ids: Tensor, documents: Tensor, follows: Tensor, looks: Tensor) -> dict[int, Taught]:
+def aims_of(ids: Tensor, documents: Tensor, follows: Tensor, looks: Tensor) -> dict[int, Aims]:
     """By the kind of look, from ids and documents int64 [B, T], the weight of the token after each
-    [B, T] and the looks int64 [LOOKS, B, T]. Where text is not about tools, an answer's tokens look
-    where the text before them stood first.
+    [B, T] and the looks int64 [KINDS_OF_LOOKS, B, T]. Every token of an answer that has no place of
+    ASKED or NEXT, whatever it is about, is among ASKED: where the text before it stood first.
     """
     known = looks != NOWHERE
-    result: dict[int, Taught] = {}
+    result: dict[int, Aims] = {}
     for kind in (TOOL, NEXT):
         at, counts = _some(ids, known[kind].int())
-        result[kind] = Taught(at, looks[kind].gather(1, at), counts)
+        result[kind] = Aims(at, looks[kind].gather(1, at), counts)
     is_other = (follows == 1) & ~known[NEXT]
     at, counts = _some(ids, torch.where(known[ASKED], 2, is_other.int()))
     where, is_known = seen_before(ids, documents, at)
     is_named = known[ASKED].gather(1, at)
     where = torch.where(is_named, looks[ASKED].gather(1, at), where)
-    result[ASKED] = Taught(at, where, counts & (is_named | is_known))
+    result[ASKED] = Aims(at, where, counts & (is_named | is_known))
     return {
         kind: each._replace(where=torch.where(each.counts, each.where, 0))
         for kind, each in result.items()
@@ -64,13 +64,13 @@ def taught(ids: Tensor, documents: Tensor, follows: Tensor, looks: Tensor) -> di
 
 
 def _some(ids: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Up to TAUGHT tokens of the highest rank, all over the sequence, and whether theirs is above
-    zero: [B, U] each.
+    """Up to MOST_TAUGHT tokens of the highest rank, all over the sequence, and whether theirs is
+    above zero: [B, U] each.
     """
     T = ids.shape[1]
     # No random numbers, which a CUDA graph would have to keep.
     scattered = (torch.arange(T, device=ids.device) * 40503 + ids * 7919) % 1024
-    at = (1024 * rank + scattered).float().topk(min(T, TAUGHT), dim=-1).indices
+    at = (1024 * rank + scattered).float().topk(min(T, MOST_TAUGHT), dim=-1).indices
     return at, rank.gather(1, at) > 0
 
 
@@ -94,12 +94,12 @@ def seen_before(ids: Tensor, documents: Tensor, at: Tensor) -> tuple[Tensor, Ten
     return where, best > 0
 
 
-def lookup_loss(q: Tensor, rows: Tensor, layout: Layout, what: Taught) -> Tensor:
+def lookup_loss(q: Tensor, rows: Tensor, layout: Layout, aims: Aims) -> Tensor:
     """Cross entropy of a head's attention to all rows it sees against those with the places.
 
     q [B, T, d] and rows [B, S, d].
     """
-    at, where, counts = what
+    at, where, counts = aims
     R = q.shape[1] // rows.shape[1]
     chosen = q.gather(1, at[..., None].expand(-1, -1, q.shape[-1]))
     score = (chosen @ rows.mT).float() * q.shape[-1] ** -0.5

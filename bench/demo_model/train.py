@@ -29,11 +29,11 @@ from torch import Tensor
 
 from bench.demo_model.forward import Batch, TrainingForm
 from bench.demo_model.kernel_agreement import agree
-from bench.demo_model.lookups import LOOKS, NOWHERE
+from bench.demo_model.lookups import KINDS_OF_LOOKS, NOWHERE
 from bench.demo_model.masters import apart, initial, load, save
 from bench.demo_model.optimiser import Optimiser, Rates
 from bench.demo_model.packing import Feed, Packed
-from bench.demo_model.taught import taught
+from bench.demo_model.taught import aims_of
 from bench.demo_model.validate import validate
 
 # Share of the tokens seen until a phase ends, the lengths of its sequences, and the share of
@@ -63,8 +63,8 @@ SEEDS_OF_A_RANK = 10_000_000
 
 @dataclass(frozen=True)
 class Stepped:
-    """Of a step: its losses (of all, of answers, of the indexers, of the heads that look up), the
-    gradient's norm before it was cut, the busiest expert's share.
+    """Of a step: its losses (of all, of answers, of the indexers, of the heads that look up: TOOL,
+    ASKED, NEXT), the gradient's norm before it was cut, the busiest expert's share.
     """
 
     loss: Tensor
@@ -179,7 +179,7 @@ class Run:
             torch.randint(3, 1000, (B, T), device=self.form.device, dtype=torch.int32),
             torch.zeros(B, T, device=self.form.device, dtype=torch.int32),
             torch.ones(B, T, device=self.form.device),
-            torch.full((LOOKS, B, T), NOWHERE, device=self.form.device, dtype=torch.int32),
+            torch.full((KINDS_OF_LOOKS, B, T), NOWHERE, device=self.form.device, dtype=torch.int32),
         )
         if self.form.device != "cuda":
             return
@@ -195,8 +195,12 @@ class Run:
     def step(self, packed: Packed, share: float, bias_rate: float) -> Stepped:
         """Take a step with so much of the full rates."""
         T = packed.ids.shape[1]
-        whole = [a.astype(np.int32) for a in (packed.ids, packed.documents, packed.looks)]
-        arrays = *whole[:2], packed.weights, whole[2]
+        arrays = (
+            packed.ids.astype(np.int32),
+            packed.documents.astype(np.int32),
+            packed.weights,
+            packed.looks.astype(np.int32),
+        )
         for to, array in zip(self._inputs[T], arrays, strict=True):
             to.copy_(torch.from_numpy(array))
         self.optimiser.set_rates(share)
@@ -296,6 +300,7 @@ def train(run: Run, feed: Feed, plan: Plan, out: Path | None) -> dict[str, Any]:
                 "loss": round(stepped.loss.item(), 4),
                 "answers": round(stepped.answers.item(), 4),
                 "index": round(stepped.index_loss.item(), 4),
+                # Of TOOL, ASKED and NEXT.
                 "lookups": [round(each, 4) for each in stepped.lookup_losses.tolist()],
                 "norm": round(stepped.norm.item(), 3),
                 "T": packed.ids.shape[1],
@@ -341,16 +346,16 @@ def losses(
     selects: bool = True,
 ):
     """The weighted loss of predicting each next token, that of answers alone, the indexers' loss,
-    those of the heads that look up, the experts' load.
+    those of the heads that look up (TOOL, ASKED, NEXT), the experts' load.
 
-    ids and documents int32 [B, T], weights f32 [B, T], looks int32 [LOOKS, B, T].
+    ids and documents int32 [B, T], weights f32 [B, T], looks int32 [KINDS_OF_LOOKS, B, T].
     """
     # The first token of a document follows nothing.
     targets = ids.roll(-1, 1).long().flatten()
     follows = torch.zeros_like(weights)
     follows[:, :-1] = weights[:, 1:] * (documents[:, 1:] == documents[:, :-1])
     ids, looks = ids.long(), looks.long()
-    batch = Batch(ids, documents, taught(ids, documents, follows, looks))
+    batch = Batch(ids, documents, aims_of(ids, documents, follows, looks))
     out = form(parameters, batch, selects=selects)
     loss, answers = form.cross_entropy(out.logits, targets, follows.flatten())
     return loss, answers, out.index_loss, torch.stack(out.lookup_losses), out.load

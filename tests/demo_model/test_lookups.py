@@ -1,244 +1,366 @@
-"""What teaches the demo model to look names up, and what keeps a run's weights: needs PyTorch."""
-
-# pyright: basic, reportMissingImports=false
+"""Where the tokens of calls look: what is expected is read off the tokens' text and its JSON."""
 
 import json
-import math
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain, count, takewhile
+from random import Random
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+from bench.demo_model.cases import KINDS, case
+from bench.demo_model.chat import Chat, Document, Encoder, FormatTexts
+from bench.demo_model.heads import agent
+from bench.demo_model.lookups import ASKED, KINDS_OF_LOOKS, NEXT, NOWHERE, TOOL
+from bench.demo_model.packing import NO_DOCUMENT, pack
+from bench.demo_model.tasks import chat_of
+from tests.demo_model.reading_back import TOKENIZER, Argument, Plan, Read, texts
 
-from bench.demo_model import masters, train  # noqa: E402
-from bench.demo_model.export import masters_of  # noqa: E402
-from bench.demo_model.forward import TrainingForm  # noqa: E402
-from bench.demo_model.lookups import ASKED, LOOKS, NEXT, NOWHERE, TOOL  # noqa: E402
-from bench.demo_model.sublayers import cross_entropy, layout_of  # noqa: E402
-from bench.demo_model.taught import (  # noqa: E402
-    TAUGHT,
-    Taught,
-    layers_of,
-    lookup_loss,
-    seen_before,
-    taught,
-)
-from tests.reference.random_tensors import TINY_CONFIG, random_tensors  # noqa: E402
-
-CONFIG = Path(__file__).parents[2] / "mlx_engine" / "demo" / "config.json"
+CALLS = [kind for kind in KINDS if re.match("call|everyday|service|unfamiliar|parallel|read", kind)]
+# Tokens of a conversation.
+DRAWN = (1000, 2000, 4000, 8000)
+# How far into a description its tool's task is looked for, in characters.
+SOON = 160
 
 
-def nowhere(T: int):
-    return torch.full((LOOKS, 1, T), NOWHERE)
+def agent_of(rng: Random, tokens: int) -> Chat:
+    chat = Chat()
+    agent(rng, chat, tokens)
+    return chat
 
 
-def places(what: Taught) -> dict[int, int]:
-    """Of a sequence: where the tokens that count look."""
-    at, where, counts = (each[0].tolist() for each in what)
-    assert len(set(at)) == len(at)
-    return {token: place for token, place, is_one in zip(at, where, counts, strict=True) if is_one}
+@cache
+def drawn(tokens: int) -> list[Read]:
+    """Conversations of training."""
+    chats = [chat_of(Random(seed), tokens, float(seed % 5 == 4)) for seed in range(100)]
+    if tokens >= 4000:
+        chats += [agent_of(Random(seed), tokens) for seed in range(4)]
+    return [Read(chat) for chat in chats]
 
 
-def test_a_text_is_looked_up_where_it_stood_first():
-    # 7 stands alone, then twice behind 6; 9 stands too near to where it is asked for.
-    ids = torch.tensor([[7, 5, 6, 7, 4, 6, 7, *range(100, 160), 6, 7, 1, 9, 9, 1, 160, 7]])
-    documents = torch.zeros_like(ids)
-    at = torch.tensor([[69, 72, 74, 2]])
-    where, is_known = seen_before(ids, documents, at)
-    # Two tokens agree at 3 and at 6, of which 3 is first.
-    assert is_known.tolist() == [[True, False, False, False]]
-    assert where[0, 0] == 3
-    documents[0, :10] = 1
-    assert not seen_before(ids, documents, at)[1].any()
+@cache
+def called(kind: str) -> list[Read]:
+    """Cases of a kind, with reasoning and without: few of the longest, which take long to read."""
+    count = 2 if kind.endswith("000") else 8
+    return [Read(case(kind, n, thinks=thinks)) for n in range(count) for thinks in (False, True)]
 
 
-def test_what_stands_before_the_beginning_is_not_compared():
-    # Where the sequence were a ring, 8 7 would stand at its beginning, before the other 8 7.
-    ids = torch.tensor([[7, 1, 8, 7, *range(100, 160), 8, 7, 2, 8]])
-    where, is_known = seen_before(ids, torch.zeros_like(ids), torch.tensor([[66]]))
-    assert is_known.item() and where.item() == 3
+READERS = [
+    *(pytest.param(drawn, tokens, id=f"drawn of {tokens}") for tokens in DRAWN),
+    *(pytest.param(called, kind, id=kind) for kind in CALLS),
+]
+Reader = Callable[[Any], list[Read]]
+every = pytest.mark.parametrize(("of", "what"), READERS)
 
 
-def test_a_head_is_taught_the_place_it_looks_up():
-    T, d = 8, 4
-    rows = torch.eye(T)[None, :, :d] * 40
-    layout = layout_of(torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]))
-    at, counts = torch.tensor([[4, 7]]), torch.tensor([[True, False]])
-    q = torch.zeros(1, T, d)
-    q[0, 4, 2] = 1
-
-    def loss(place: int, counts: Any) -> float:
-        return float(lookup_loss(q, rows, layout, Taught(at, torch.tensor([[place, 0]]), counts)))
-
-    assert loss(2, counts) < 1e-3
-    assert loss(1, counts) > 10
-    assert loss(1, counts & False) == 0
-
-
-def test_a_row_of_two_tokens_is_hit_at_either_of_them():
-    T, d = 12, 4
-    rows = torch.zeros(1, T // 2, d)
-    # A query finds row 1, but would rather find rows 0, 4 and 5.
-    rows[0, :, 0] = torch.tensor([90.0, 40.0, 0.0, 0.0, 90.0, 90.0])
-    layout = layout_of(torch.tensor([[0] * 2 + [1] * 10]))
-    q = torch.zeros(1, T, d)
-    q[..., 0] = 1
-
-    def loss(at: int, place: int) -> float:
-        what = Taught(torch.tensor([[at]]), torch.tensor([[place]]), torch.tensor([[True]]))
-        return float(lookup_loss(q, rows, layout, what))
-
-    # Row 0 is of another document, row 4 is closed by token 9, row 5 by none of these.
-    for place in (2, 3):
-        assert loss(7, place) == loss(8, place) < 1e-3
-        assert loss(9, place) == pytest.approx(25, abs=1e-3)
-    assert loss(8, 4) == loss(8, 5) == pytest.approx(20, abs=1e-3)
-    assert loss(9, 8) == loss(9, 9) < 1e-3
-    # Between equal rows the loss tells how many are seen.
-    q[:] = 0
-    for at, seen in ((3, 1), (4, 1), (5, 2), (6, 2), (7, 3)):
-        assert loss(at, 2) == pytest.approx(math.log(seen), abs=1e-6)
+@every
+def test_calls_are_read_as_they_were_meant(of: Reader, what: Any):
+    """What the other tests expect is of all tools, calls and arguments."""
+    calls = 0
+    for read in of(what):
+        said = [
+            (call.name, name, value)
+            for turn in read.chat.turns
+            for call in turn.calls
+            for name, value in call.arguments.items()
+        ]
+        found = [
+            (
+                each.tool,
+                each.name,
+                each.value if each.is_string == "true" else json.loads(each.value),
+            )
+            for each in read.arguments()
+        ]
+        assert found == said
+        assert list(read.definitions) == [tool["name"] for tool in read.chat.tools]
+        calls += len(said)
+    assert calls > (10 if of is drawn else 0)
 
 
-def test_the_loss_is_the_mean_of_those_that_count():
-    torch.manual_seed(0)
-    T, d = 16, 8
-    q, rows = torch.randn(2, T, d, requires_grad=True), torch.randn(2, T, d)
-    layout = layout_of(torch.zeros(2, T, dtype=torch.int64))
-    at = torch.tensor([[3, 9, 15], [0, 7, 11]])
-    where = torch.tensor([[1, 2, 9], [0, 7, 3]])
-    counts = torch.tensor([[True, False, True], [False, True, True]])
-    expected = [
-        -(rows[b, : t + 1] @ q[b, t] * d**-0.5).log_softmax(-1)[place]
-        for b, t, place in ((0, 3, 1), (0, 15, 9), (1, 7, 7), (1, 11, 3))
-    ]
-    loss = lookup_loss(q, rows, layout, Taught(at, where, counts))
-    assert float(loss) == pytest.approx(float(sum(expected)) / 4, rel=1e-5)
-    # Only those that count are taught.
-    (gradient,) = torch.autograd.grad(loss, q)
-    taught_rows = gradient.abs().sum(-1).nonzero().tolist()
-    assert taught_rows == [[0, 3], [0, 15], [1, 7], [1, 11]]
+@every
+def test_names_and_types_in_definitions_look_at_the_name_of_their_tool(of: Reader, what: Any):
+    for read in of(what):
+        expected: dict[int, int] = {}
+        for tool, defined in read.definitions.items():
+            text, _ = defined.description
+            before = read.ends(text)
+            expected |= dict.fromkeys(chain(*defined.parameters.values()), before)
+            begins = text - len(between := '", "description": "') - len(tool)
+            assert read.text[begins:text] == tool + between
+            assert read.begins(begins) == defined.name[0]
+        assert read.looks(TOOL) == expected
 
 
-def test_a_sequence_in_which_nothing_counts_has_no_loss():
-    logits, targets = torch.randn(3, 5), torch.tensor([0, 1, 2])
-    assert [float(each) for each in cross_entropy(logits, targets, torch.zeros(3))] == [0, 0]
+@every
+def test_an_answer_looks_at_what_comes_next_in_the_definition(of: Reader, what: Any):
+    """Every token of a name and of a task, and the type where a parameter's name ends: those and no
+    others.
+    """
+    for read in of(what):
+        names: dict[int, int] = {}
+        types: dict[int, int] = {}
+        plans: dict[int, int] = {}
+        for plan in read.plans():
+            first, last = read.definitions[plan.name].name
+            said = read.covering(plan.named, plan.name)
+            plans |= {said[0] - 1: first} | same(read, said[1:], first + 1)
+            # A name whose first token has the space before it, " your", is no other than that.
+            if read.is_edge(plan.named):
+                names |= {token - 1: first + i for i, token in enumerate(said)}
+                assert first + len(said) - 1 == last
+            if (there := task_of(read, plan)) is not None:
+                said = read.covering(plan.begins, plan.task)
+                plans |= {said[0] - 1: there[0]} | same(read, said[1:], there[0] + 1)
+        assert names.items() <= plans.items()
+        for each in read.arguments():
+            first, kind = read.definitions[each.tool].parameters[each.name]
+            tokens = read.tokens(each.named, each.name)
+            names |= {token - 1: first + i for i, token in enumerate(tokens)}
+            types[tokens[-1]] = kind
+        assert not (names.keys() | plans.keys()) & types.keys()
+        assert read.looks(NEXT) == names | plans | types
+        for token, place in names.items():
+            assert read.ids[token + 1] == read.ids[place]
+        for token, place in types.items():
+            is_string = "true" if read.spelled(place) == "string" else "false"
+            assert read.spelled(token + 1) == f'" string="{is_string}">'
 
 
-def test_answers_are_looked_up_from_before_others():
-    # The second half says again what the first one does.
-    ids = torch.arange(1500).repeat(2)[None]
-    documents = torch.zeros_like(ids)
-    follows = torch.zeros(1, 3000)
-    follows[0, 1700:1800] = 1
-    follows[0, 2500:2600] = 0.05
-    what = taught(ids, documents, follows, nowhere(3000))[ASKED]
-    assert what.at.shape == what.where.shape == what.counts.shape == (1, TAUGHT)
-    assert places(what) == {token: token - 1501 for token in range(1700, 1800)}
-    follows[:] = 1
-    what = taught(ids, documents, follows, nowhere(3000))[ASKED]
-    # All over the sequence, each once.
-    assert what.at.unique().numel() == TAUGHT
-    assert what.at.min() < 300 and what.at.max() > 2700
-    found = places(what)
-    assert found and all(token - place == 1501 for token, place in found.items())
+def same(read: Read, said: range, place: int) -> dict[int, int]:
+    """Of tokens that are those from a place on, the token before each and its place."""
+    pairs = takewhile(lambda pair: read.ids[pair[0]] == read.ids[pair[1]], zip(said, count(place)))
+    return {token - 1: there for token, there in pairs}
 
 
-def test_each_kind_is_taught_its_tokens_and_places():
-    ids = torch.arange(200).repeat(2)[None]
-    looks = nowhere(400)
-    expected = {TOOL: {20: 7, 21: 7, 350: 9}, NEXT: {310: 40, 311: 41}, ASKED: {310: 50, 320: 60}}
-    for kind, tokens in expected.items():
-        for token, place in tokens.items():
-            looks[kind, 0, token] = place
-    follows = torch.zeros(1, 400)
-    follows[0, 309:323] = 1
-    what = taught(ids, torch.zeros_like(ids), follows, looks)
-    assert set(what) == set(expected)
-    for kind in (TOOL, NEXT):
-        assert places(what[kind]) == expected[kind]
-    # Others look at the token before them, where it stood first.
-    # A token with a place is taught that alone, also one that knows only what comes next.
-    others = {token: token - 201 for token in range(309, 323) if token not in (310, 311, 320)}
-    assert places(what[ASKED]) == expected[ASKED] | others
+def head_of(read: Read, plan: Plan) -> tuple[int, str]:
+    """What a tool's description says first, and where that begins."""
+    begins, ends = read.definitions[plan.name].description
+    return begins, read.text[begins : min(ends, begins + SOON)]
 
 
-def test_places_are_taught_before_what_stood_before():
-    ids = torch.arange(2000).repeat(2)[None]
-    looks = nowhere(4000)
-    named = torch.arange(2000, 4000, 2)
-    looks[ASKED, 0, named] = named - 1500
-    what = taught(ids, torch.zeros_like(ids), torch.ones(1, 4000), looks)[ASKED]
-    found = places(what)
-    assert len(found) > 1000
-    assert {token: place for token, place in found.items() if token - place == 1500} == dict(
-        zip(named.tolist(), (named - 1500).tolist(), strict=True)
+def task_of(read: Read, plan: Plan) -> range | None:
+    """The tokens of a plan's task in what the description says first."""
+    begins, head = head_of(read, plan)
+    match = re.search(re.escape(plan.task), head, re.IGNORECASE)
+    return None if match is None else read.covering(begins + match.start(), match[0])
+
+
+@every
+def test_an_answer_looks_at_what_it_is_asked_for(of: Reader, what: Any):
+    """Before a tool's task and its name, and before each parameter, which may be one of several of
+    that name.
+    """
+    found = 0
+    for read in of(what):
+        expected: dict[int, int] = {}
+        for each in read.arguments():
+            parameters = read.definitions[each.tool].parameters
+            first, kind = parameters[each.name]
+            tokens = read.tokens(each.named, each.name)
+            expected |= {tokens[0] - 1: first, tokens[-1]: kind}
+            later = [name for name, _ in parameters.values()]
+            for item in ends_of_items(read, each):
+                if first != later[-1]:
+                    expected[item] = later[later.index(first) + 1]
+        for plan in read.plans():
+            begins, head = head_of(read, plan)
+            # Where the description does not say the word soon, what follows the name helps.
+            place = read.definitions[plan.name].name[1]
+            if (there := task_of(read, plan)) is not None:
+                expected[read.token(plan.begins) - 1] = place = there[-1]
+            elif word := word_in(head, plan.task.rpartition(" ")[2]):
+                place = read.token(begins + word.end() - 1)
+            expected[read.token(plan.named) - 1] = place
+            found += place != read.definitions[plan.name].name[1]
+        assert read.looks(ASKED) == expected
+    assert found or not any(read.definitions for read in of(what))
+
+
+def word_in(text: str, word: str) -> re.Match[str] | None:
+    """Where a text has a word first, whole."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)
+
+
+def telling(description: str, said: str, name: str = "get_lot") -> Read:
+    """An answer that tells a tool, which stands behind another."""
+    what = {"type": "string", "description": "Where to find the lot"}
+    schema = {"type": "object", "properties": {"city": what}}
+    described = {"find_it": "To find the lot.", name: description}
+    chat = Chat(
+        tools=[{"name": n, "description": d, "parameters": schema} for n, d in described.items()]
     )
+    chat.user("Which tool is it?")
+    chat.answer(f"Let me see. {said} It is the only one.")
+    return Read(chat)
 
 
-def test_of_more_than_are_taught_all_have_their_own_place():
-    ids = torch.arange(3000)[None]
-    looks = nowhere(3000)
-    looks[:, 0, 1:] = torch.arange(2999)
-    for what in taught(ids, torch.zeros_like(ids), torch.zeros(1, 3000), looks).values():
-        found = places(what)
-        assert len(found) == TAUGHT
-        assert all(place == token - 1 for token, place in found.items())
+QUICK = "Be quick. " * 20
+BEFORE_TASK, BEFORE_WORD = (QUICK[: SOON - len(text)] for text in (" find the lot", " lot"))
 
 
-@pytest.mark.parametrize("R", [1, 2])
-def test_where_there_is_nothing_to_look_at_nothing_is_taught(R: int):
-    T, d = 64, 8
-    documents = torch.tensor([[0] * 40 + [1] * 24])
-    what = taught(torch.arange(T)[None], documents, torch.ones(1, T), nowhere(T))
-    assert sorted(what) == [TOOL, ASKED, NEXT]
-    for each in what.values():
-        assert not each.counts.any()
-        # The first token of a document sees no row of two.
-        q = torch.randn(1, T, d, requires_grad=True)
-        rows = torch.randn(1, T // R, d, requires_grad=True)
-        loss = lookup_loss(q, rows, layout_of(documents), each)
-        assert loss == 0
-        for gradient in torch.autograd.grad(loss, (q, rows)):
-            assert (gradient == 0).all()
+@pytest.mark.parametrize(
+    ("description", "how"),
+    [
+        ("{Find the lot|}.", "to find the lot"),
+        ("Use this to {find the lot|}.", "to find the lot"),
+        ("Use this to {find the lot|}, or to find the lot.", "to find the lot"),
+        # It ends where the task does, though both go on alike.
+        ("Of all to {find the lot|} is the only one.", "to find the lot"),
+        ("{Find} THE lot|.", "to find the lot"),
+        # Nothing after a token that differs, though there are as many and the rest is the same.
+        ("{Use }Find again|.", "to use find again"),
+        ("{Find the} Lot again and again|.", "to find the lot again and again"),
+        ("{Find the} lot|.", "to find the Lot"),
+        ("Tells {the lot|} of a city.", "for the lot"),
+        # One token is two where a capital begins them: "The", " ".
+        ("{The} lot| of a city.", "for the lot"),
+        ("Tells if {it is the lot|} of a city.", "for it is the lot"),
+        ("{Find the} lot|s.", "to find the lot"),
+        ("A lot: {find the lot|}.", "to find the lot"),
+        ("A lot| of one lot.", "to find the lot"),
+        ("Allot lots or a_lot.", "to find the lot"),
+        ("Allot lots to the lot|.", "to find the lot"),
+        ("The Lot.", "to find the lot"),
+        ("What to find.", "to find the lot"),
+        ("Runs nodexjs, of c.", "to run node.js"),
+        ("Runs nodexjs, of c.", "to speak c++"),
+        ("", "to find the lot"),
+        (f"{BEFORE_TASK} {{find the lot|}} {QUICK}", "to find the lot"),
+        (f"{BEFORE_TASK}, find the lot {QUICK}", "to find the lot"),
+        (f"{BEFORE_WORD} lot| {QUICK}", "to find the lot"),
+        (f"{BEFORE_WORD}, lot {QUICK}", "to find the lot"),
+    ],
+)
+@pytest.mark.parametrize("name", ["get_lot", "your_lot"])
+def test_a_task_is_looked_up_in_what_its_description_says_first(
+    description: str, how: str, name: str
+):
+    """{What} is copied, and what is asked for ends at the |: without one, at the name's end."""
+    marks = {mark: plain(description[: description.find(mark)]) for mark in "{}|"}
+    read = telling(plain(description), f"The tool {how} is {name}.", name)
+    defined = read.definitions[name]
+    at = read.text.index(f"The tool {how}") + len("The tool to ")
+    at += how.startswith("for ")
+    named = read.text.index(f" is {name}.", at) + len(" is ")
+    said = read.covering(named, name)
+    copied = {token - 1: defined.name[0] + i for i, token in enumerate(said)}
+    asked = {said[0] - 1: defined.name[1]}
+    begins, _ = defined.description
+    if "|" in description:
+        asked[said[0] - 1] = end = read.token(begins + len(marks["|"]) - 1)
+        if "{" in description:
+            task = read.token(at)
+            asked[task - 1] = end
+            text = marks["}"].removeprefix(marks["{"])
+            there = read.covering(begins + len(marks["{"]), text)
+            copied |= {task - 1 + i: place for i, place in enumerate(there)}
+    assert read.looks(ASKED) == asked
+    assert read.looks(NEXT) == copied
 
 
-def test_a_step_tells_the_loss_of_each_head_that_is_taught():
-    text: dict[str, Any] = TINY_CONFIG["text_config"]
-    vocabulary = int(text["vocab_size"])
-    token_map = np.arange(vocabulary) % int(text["engram_compressed_vocab_size"])
-    tensors = masters_of(TINY_CONFIG, random_tensors(TINY_CONFIG, 0))
-    parameters = {key: torch.from_numpy(value) for key, value in tensors.items()}
-    form = TrainingForm(TINY_CONFIG, token_map, "cpu", torch.float32, False)
-    T = 2 * text["sliding_window"]
-    ids = torch.from_numpy(np.random.default_rng(0).integers(3, vocabulary, (1, T)))
-    looks = nowhere(T).int()
-    looks[[TOOL, NEXT], 0, T - 1] = T // 2
-    args = ids.int(), torch.zeros(1, T).int(), torch.full((1, T), 0.05), looks
-    with torch.no_grad():
-        lookup_losses = train.losses(form, parameters, *args)[3]
-    assert layers_of(TINY_CONFIG) == {3: TOOL, 4: ASKED, 6: NEXT}
-    first, second, third = lookup_losses.tolist()
-    assert 0 < first < 100 and second == 0 and 0 < third < 100
+def plain(description: str) -> str:
+    return re.sub(r"[{}|]", "", description)
 
 
-def test_the_demo_model_has_a_layer_for_each_kind():
-    config = json.loads(CONFIG.read_text())
-    layers = layers_of(config)
-    assert layers == {3: TOOL, 4: ASKED, 6: NEXT}
-    # The losses are told in this order, and each layer has rows to look at.
-    assert list(layers) == sorted(layers)
-    ratios = config["text_config"]["compress_ratios"]
-    assert [ratios[layer] for layer in layers] == [2, 1, 1]
+@pytest.mark.parametrize(
+    "said",
+    [
+        "A tool to find the lot is get_lot.",
+        "The tool of the lot is get_lot.",
+        "The tool to find the lot is get_lots.",
+        "The tool to find the lot is get_lot, which",
+        "The tool to find the lot was get_lot.",
+        "To find the lot is get_lot.",
+    ],
+)
+def test_what_is_no_plan_looks_nowhere(said: str):
+    read = telling("Find the lot.", said)
+    assert not read.looks(ASKED) and not read.looks(NEXT)
 
 
-def test_weights_that_were_saved_are_loaded(tmp_path: Path):
-    saved = {"a": torch.randn(5, 3), "b": torch.randn(2**22), "c": torch.randn(2**22)}
-    (tmp_path / "masters-7.npz").write_bytes(b"of a larger run")
-    masters.save(tmp_path, saved)
-    assert len(list(tmp_path.iterdir())) == 2
-    loaded = {key: torch.zeros_like(p) for key, p in saved.items()}
-    masters.load(tmp_path, loaded)
-    assert all(torch.equal(loaded[key], p.bfloat16().float()) for key, p in saved.items())
+def test_each_plan_of_an_answer_is_looked_up():
+    unknown, last = "The tool to find the lots is get_lots.", "The tool to find the lot is get_lot."
+    first = "The tool to find the lot is find_it."
+    one = telling("Find the lot.", last)
+    all_of_them = telling("Find the lot.", f"{first} {unknown} {last}")
+    moved = len(all_of_them.ids) - len(one.ids)
+    for kind, more in ((ASKED, 2), (NEXT, 6)):
+        looks, expected = all_of_them.looks(kind), one.looks(kind)
+        assert len(looks) == len(expected) + more
+        assert looks.items() > {token + moved: at for token, at in expected.items()}.items() > set()
+
+
+def ends_of_items(read: Read, argument: Argument) -> Iterator[int]:
+    """The last token of each item of a list of texts: what follows it is its end alone."""
+    items = json.loads(argument.value) if argument.value.startswith("[") else None
+    if argument.is_string == "true" or not isinstance(items, list):
+        return
+    at = argument.begins + 1
+    for item in cast("list[str]", items):
+        ends = at + len(json.dumps(item)) - 1
+        assert read.text[at : ends + 1] == json.dumps(item)
+        yield read.ends(ends)
+        at = ends + len('", ')
+
+
+def test_what_is_easily_confused_is_there():
+    """Parameters of one name in several tools, and lists that another parameter may follow."""
+    shared = lists = plain = thought = 0
+    for read in chain(*map(drawn, DRAWN)):
+        for each in read.arguments():
+            having = [tool for tool in read.definitions.values() if each.name in tool.parameters]
+            shared += len(having) > 1
+            lists += any(True for _ in ends_of_items(read, each))
+        if read.definitions:
+            plain, thought = plain + (not read.chat.thinks), thought + read.chat.thinks
+    assert min(shared, lists, plain, thought) > 20
+
+
+def test_without_tools_nothing_is_looked_at():
+    reads = [read for read in chain(*map(drawn, DRAWN)) if not read.chat.tools]
+    assert len(reads) > 20
+    assert not any(read.looks(kind) for read in reads for kind in range(KINDS_OF_LOOKS))
+
+
+class Recording(Encoder):
+    """Keeps what it made."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER.read_text())
+        self.made: list[Document] = []
+
+    def document(self, chat: Chat, texts: FormatTexts) -> Document:
+        self.made.append(super().document(chat, texts))
+        return self.made[-1]
+
+
+@pytest.mark.parametrize("T", [1024, 4096])
+def test_looks_are_packed_with_their_document(T: int):
+    recording = Recording()
+    packed = pack(Random(T), recording, texts(), 65536 // T, T, 0.2)
+    made = iter(recording.made)
+    looking = moved = 0
+    for row in range(packed.ids.shape[0]):
+        numbers = packed.documents[row]
+        assert (packed.looks[:, row, numbers == NO_DOCUMENT] == NOWHERE).all()
+        for number in range(int(numbers[numbers != NO_DOCUMENT].max()) + 1):
+            at = np.flatnonzero(numbers == number)
+            begins, size = int(at[0]), at.size
+            ids, looks = packed.ids[row, at], packed.looks[:, row, at].astype(np.int32)
+            # Those that came out too long were left out.
+            document = next(each for each in made if np.array_equal(each.ids[:size], ids))
+            where = document.looks[:, :size]
+            assert np.array_equal(looks == NOWHERE, where == NOWHERE)
+            looks, where, token = (x[where != NOWHERE] for x in (looks, where, at + 0 * where))
+            assert np.array_equal(looks, where + begins)
+            assert ((begins <= looks) & (looks < token)).all()
+            # Also where a row has two tokens: it is the document's own, and closed.
+            rows = looks // 2
+            assert ((begins <= 2 * rows) & (rows < (token + 1) // 2)).all()
+            looking += looks.size
+            moved += looks.size if begins else 0
+    assert looking > 1000 and moved > 100

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.demo_model.lookups import LOOKS, NOWHERE
+from bench.demo_model.lookups import KINDS_OF_LOOKS, NOWHERE
 from bench.demo_model.packing import SEEN_AGAIN, Feed, Packed
 
 
 def _packed(T: int) -> Packed:
     ids = np.zeros((1, T), np.uint16)
-    looks = np.full((LOOKS, 1, T), NOWHERE, np.uint16)
+    looks = np.full((KINDS_OF_LOOKS, 1, T), NOWHERE, np.uint16)
     return Packed(ids, ids, np.zeros((1, T), np.float32), looks)
 
 
@@ -76,3 +76,24 @@ def test_without_selection_every_row_is_attended_to():
     everything = logits(True, index_topk=T, candidate_topk_blocks=T)
     assert torch.equal(logits(False), everything)
     assert not torch.equal(logits(True), everything)
+
+
+def test_a_sequence_in_which_nothing_counts_has_no_loss():
+    torch = pytest.importorskip("torch")
+    from bench.demo_model import sublayers
+
+    logits, targets = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    assert sublayers.cross_entropy(logits, targets, torch.zeros(3)) == (0, 0)
+
+
+def test_weights_that_were_saved_are_loaded(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from bench.demo_model import masters
+
+    saved = {"a": torch.randn(5, 3), "b": torch.randn(2**22), "c": torch.randn(2**22)}
+    (tmp_path / "masters-7.npz").write_bytes(b"of a larger run")
+    masters.save(tmp_path, saved)
+    assert len(list(tmp_path.iterdir())) == 2
+    loaded = {key: torch.zeros_like(p) for key, p in saved.items()}
+    masters.load(tmp_path, loaded)
+    assert all(torch.equal(loaded[key], p.bfloat16().float()) for key, p in saved.items())
