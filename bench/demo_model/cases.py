@@ -8,22 +8,18 @@ from collections.abc import Callable
 from random import Random
 
 from bench.demo_model.chat import Chat
-from bench.demo_model.enquiries import ENQUIRIES
-from bench.demo_model.errands import Everyday
-from bench.demo_model.everyday import EVERYDAY, everyday_of
+from bench.demo_model.errands import ToolKind
+from bench.demo_model.everyday import EVERYDAY, WORDED, everyday_of
 from bench.demo_model.exercises import EXERCISES, exercise
 from bench.demo_model.facts import ask, facts_of, notes_of, personal
 from bench.demo_model.heads import CHARACTERS_PER_TOKEN, surround, with_tools
-from bench.demo_model.programming import PROGRAMMING
 from bench.demo_model.prose import manual
 from bench.demo_model.reading import reader_of, reading_turn
 from bench.demo_model.results import parallel_turn, single_turn
-from bench.demo_model.services import SERVICES
 from bench.demo_model.stock import Stock
 from bench.demo_model.talk import small_talk, storytelling
 from bench.demo_model.tools import Tool, tools_of
 from bench.demo_model.unfamiliar import UNFAMILIAR
-from bench.demo_model.workplace import WORKPLACE
 
 # Characters per token of the demo tokenizer: of notes, and of instructions and definitions.
 _NOTES = 3.15
@@ -128,7 +124,7 @@ def _parallel(context: Random, rng: Random, chat: Chat, count: int) -> None:
     del chat.turns[2:]
 
 
-def _everyday(kinds: tuple[Everyday, ...]) -> Maker:
+def _everyday(kinds: tuple[ToolKind, ...]) -> Maker:
     """A call of one of four tools of the kinds."""
 
     def make(_: Random, rng: Random, chat: Chat, __: int) -> None:
@@ -202,7 +198,7 @@ _MAKERS: dict[str, tuple[Maker, int]] = {
     "result": (_result, 2),
     "parallel": (_parallel, 2),
     "everyday": (_everyday(EVERYDAY), 1),
-    "service": (_everyday((*SERVICES, *ENQUIRIES, *WORKPLACE, *PROGRAMMING)), 1),
+    "service": (_everyday(WORDED), 1),
     "unfamiliar": (_everyday(UNFAMILIAR), 1),
     "read of call": (_read_call, 1),
     "read of answer": (_reading, 1),

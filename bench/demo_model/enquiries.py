@@ -2,39 +2,36 @@
 
 from random import Random
 
-from bench.demo_model.errands import may, number, one_of, service, text, whole
+from bench.demo_model.errands import CITY, free_text, may, number, one_of, service, text, whole
 from bench.demo_model.particulars import (
+    count_of,
     day_of,
     language_of,
+    length_of,
     message_of,
     money_of,
     person_of,
     phone_of,
+    symbol_of,
     title_of,
 )
 from bench.demo_model.prose import sentence
 from bench.demo_model.words import (
+    ANIMALS,
+    COLOURS,
     COUNTRIES,
+    an,
     any_word,
     city_of,
     name_of,
-    number_of,
     phrase_of,
     spelling_of,
     word_of,
 )
 
 
-def _few(rng: Random) -> int:
-    return rng.randint(1, 90)
-
-
-def _symbol(rng: Random) -> str:
-    return "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=rng.randint(2, 5)))
-
-
 def _quantity(rng: Random) -> float:
-    return rng.randint(1, 500) if rng.random() < 0.7 else rng.randrange(1, 5000) / 10
+    return rng.randint(2, 500) if rng.random() < 0.7 else rng.randrange(11, 5000) / 10
 
 
 def _unit(rng: Random) -> str:
@@ -45,38 +42,38 @@ def _unit(rng: Random) -> str:
     return rng.choice(units) if rng.random() < 0.8 else f"{word_of(rng)}s"
 
 
+def _scene(rng: Random) -> str:
+    return f"{an(rng.choice(COLOURS))} {rng.choice(ANIMALS)}"
+
+
 def _zone(rng: Random) -> str:
     return f"UTC{rng.choice('+-')}{rng.randint(0, 12)}"
-
-
-def _length(rng: Random) -> str:
-    return f"{rng.randint(1, 900)} {rng.choice(('km', 'miles'))}"
 
 
 def _country(rng: Random) -> str:
     return rng.choice(COUNTRIES) if rng.random() < 0.5 else word_of(rng, 2).capitalize()
 
 
-_CITY = text("city location place town", city_of, "Name of the city, for example Oslo")
+_SIGNS = "abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ23456789-_"
 
 ENQUIRIES = (
     service("get_distance distance getDistance DistanceBetween", "distance",
             ("Get the distance between two places.", "Calculate how far two places are apart.",
              "Use this for questions about how far it is."),
-            (text("from origin place_a from_city", city_of), text("to target place_b to_city",
-             city_of)),
+            (text("from origin place_a from_city", city_of, "The one place"),
+             text("to target place_b to_city", city_of, "The other place")),
             """
             How far is it from {from} to {to}?
             What is the distance between {from} and {to}?
             Distance {from} {to}
             tell me how far {to} is from {from}
-            How many miles from {from} to {to}?
+            How long is the way from {from} to {to}?
             """,
-            ("{far}", "{from} - {to}: {far}"), "It is {far} from {from} to {to}.", far=_length),
+            ("{far}", "{from} - {to}: {far}"), "It is {far} from {from} to {to}.", far=length_of),
     service("get_forecast weatherForecast forecast GetForecast", "forecast",
             ("Get the weather forecast.", "Tell how the weather will be in the next days.",
              "Use this for the weather to come, not for the weather now."),
-            (_CITY, whole("days day_count n_days", 2, 14, "For how many days")),
+            (CITY, whole("days day_count n_days", 2, 14, "For how many days")),
             """
             What will the weather be in {city} for the next {days} days?
             {days} day forecast for {city}
@@ -89,9 +86,9 @@ ENQUIRIES = (
     service("translate translateText translate_text Translator", "text",
             ("Translate a text.", "Translate a text into another language.",
              "Use this when the user asks what something means in another language."),
-            (text("text phrase input q", message_of, "What to translate"),
+            (free_text("text phrase input q", message_of, "What to translate"),
              text("language target to target_language targetLang", language_of, "Into which one"),
-             may(text("source from source_language", language_of))),
+             may(text("source from source_language", language_of, "Out of which one"))),
             """
             translate "{text}" into {language}
             translate {text} to {language}
@@ -107,8 +104,8 @@ ENQUIRIES = (
             ("Convert a value to another unit.", "Convert between units of measurement.",
              "Use this for lengths, weights, temperatures and the like."),
             (number("value amount quantity", _quantity, "How much"),
-             text("from from_unit unit fromUnit", _unit), text("to to_unit target_unit toUnit",
-             _unit)),
+             text("from from_unit unit fromUnit", _unit, "Its unit"),
+             text("to to_unit target_unit toUnit", _unit, "The unit wanted")),
             """
             convert {value} {from} to {to}
             How many {to} are {value} {from}?
@@ -121,7 +118,7 @@ ENQUIRIES = (
     service("get_stock_price stockPrice stock_quote GetQuote quote", "stock",
             ("Get the price of a stock.", "Look up what a share costs at the moment.",
              "Use this for questions about shares and the stock market."),
-            (text("symbol ticker stock", _symbol, "The letters of the stock"),),
+            (text("symbol ticker stock", symbol_of, "The letters of the stock"),),
             """
             What is the stock price of {symbol}?
             Price of {symbol}
@@ -135,8 +132,8 @@ ENQUIRIES = (
     service("get_news news latestNews NewsHeadlines news-search", "news",
             ("Get the latest news.", "Find today's headlines about a topic.",
              "Use this if the user asks what is new in the world."),
-            (text("topic subject about category", title_of), may(whole("limit count max_results",
-             1, 20))),
+            (free_text("topic subject about category", title_of),
+             may(whole("limit count max_results", 2, 20, "How many headlines"))),
             """
             What's new about {topic}?
             give me the news about {topic}
@@ -162,7 +159,7 @@ ENQUIRIES = (
     service("check_spelling spellcheck checkSpelling SpellCheck", "word",
             ("Check the spelling of a word.", "Tell whether a word is spelled right.",
              "Use this when the user is not sure how a word is written."),
-            (text("word text input", spelling_of),),
+            (text("word text input", spelling_of, "As the user writes it"),),
             """
             Is {word} spelled right?
             check the spelling of {word}
@@ -196,7 +193,7 @@ ENQUIRIES = (
             Choose any number, at least {min} and at most {max}
             """,
             ("{number}", "The number is {number}."), "The number is {number}.",
-            number=lambda rng: rng.randint(0, 9999)),
+            {"number": lambda rng, given: rng.randint(given["min"], given["max"])}),
     service("find_contact getContact contact_lookup ContactSearch phone_book", "contact",
             ("Find a contact.", "Look up somebody's phone number in the contacts.",
              "Use this if the user needs to know how to reach somebody."),
@@ -213,7 +210,7 @@ ENQUIRIES = (
     service("generate_image generateImage create_image draw ImageGenerator", "image",
             ("Generate an image.", "Draw a picture of what is described.",
              "Use this when the user asks for a picture, a drawing or a photo."),
-            (text("prompt description text", lambda rng: f"a {title_of(rng)}", "What it shows"),
+            (free_text("prompt description text", _scene, "What it shows"),
              may(one_of("style look", "photo sketch cartoon painting")),
              may(whole("size width resolution", 64, 2048))),
             """
@@ -238,10 +235,10 @@ ENQUIRIES = (
             Password, {length} letters and signs
             """,
             ("{password}", "Password: {password}"), "Your new password is {password}.",
-            password=lambda rng: f"{spelling_of(rng)}{number_of(rng)}"),
+            {"password": lambda rng, given: "".join(rng.choices(_SIGNS, k=given["length"]))}),
     service("get_time_zone timeZone time_zone TimezoneLookup", "time zone",
             ("Get the time zone of a place.", "Look up in which time zone a city lies.",
-             "Use this for questions about time zones, not for the time."), (_CITY,),
+             "Use this for questions about time zones, not for the time."), (CITY,),
             """
             Which time zone is {city} in?
             Time zone of {city}
@@ -253,7 +250,7 @@ ENQUIRIES = (
     service("count_words wordCount word_count WordCounter", "text",
             ("Count the words of a text.", "Tell how many words a text has.",
              "Use this when the length of a text matters."),
-            (text("text content input", message_of),),
+            (free_text("text content input", message_of, "What is counted"),),
             """
             How many words are in "{text}"?
             count the words in: {text}
@@ -261,12 +258,14 @@ ENQUIRIES = (
             Words in this: {text}
             How long is this in words: {text}
             """,
-            ("{count}", "{count} words"), "It has {count} words.", count=_few),
+            ("{count}", "words: {count}"), "Number of words: {count}.",
+            {"count": lambda _, given: len(given["text"].split())}),
     service("summarize summarise_text summarizeText Summarizer summary", "text",
             ("Summarise a text.", "Make a text shorter.",
              "Use this if something is too long to read."),
-            (text("text content input document", lambda rng: " ".join(sentence(rng) for _ in "ab")),
-             may(whole("max_words limit length", 5, 200))),
+            (free_text("text content input document",
+                       lambda rng: " ".join(sentence(rng) for _ in "ab"), "What is too long"),
+             may(whole("max_words limit length", 5, 200, "How many words at most"))),
             """
             summarise this: {text}
             Sum this up: {text}
@@ -279,7 +278,8 @@ ENQUIRIES = (
     service("days_between daysBetween date_difference DateDiff", "date",
             ("Count the days between two dates.", "Calculate how many days lie between two days.",
              "Use this for questions about how long it is until a day."),
-            (text("start from first start_date", day_of), text("end to second end_date", day_of)),
+            (text("start from first start_date", day_of, "The first day"),
+             text("end to second end_date", day_of, "The last day")),
             """
             How many days are there from {start} to {end}?
             Days between {start} and {end}
@@ -287,11 +287,13 @@ ENQUIRIES = (
             How long is it from {start} to {end}?
             {start} to {end}, how many days?
             """,
-            ("{days}", "{days} days"), "There are {days} days from {start} to {end}.", days=_few),
+            ("{days}", "{days} days"), "There are {days} days from {start} to {end}.",
+            days=count_of),
     service("get_holidays publicHolidays holidays HolidayList", "country",
             ("List the public holidays of a country.", "Find out when a country has days off.",
              "Use this before something is planned in another country."),
-            (text("country country_name nation", _country), whole("year in_year", 2000, 2050)),
+            (text("country country_name nation", _country, "Which country"),
+             whole("year in_year", 2000, 2050, "In which year")),
             """
             What holidays are there in {country} in {year}?
             Public holidays {country} {year}
@@ -304,7 +306,8 @@ ENQUIRIES = (
     service("recommend_book bookSearch find_book BookFinder", "book",
             ("Find a book.", "Recommend a book about a topic.",
              "Use this when the user wants to read something."),
-            (text("topic subject query about", title_of), may(text("author writer by", person_of))),
+            (free_text("topic subject query about", title_of),
+             may(text("author writer by", person_of))),
             """
             find me a book about {topic}
             What can I read about {topic}?

@@ -1,10 +1,13 @@
-"""Tools that people try first: weather, time, search, sums, mail, files, commands."""
+"""Tools that people try first: weather, time, search, sums, mail, files, commands.
+
+TRAINED are those of all the tools that people try that training draws.
+"""
 
 import json
 from random import Random
 
 from bench.demo_model.enquiries import ENQUIRIES
-from bench.demo_model.errands import Argument, Errand, Everyday, Named, definition_of
+from bench.demo_model.errands import Argument, Errand, Named, ToolKind, definition_of
 from bench.demo_model.programming import PROGRAMMING
 from bench.demo_model.prose import code_line, sentence
 from bench.demo_model.services import SERVICES
@@ -110,31 +113,33 @@ def _write(rng: Random) -> Errand:
 _CITY = Argument(("city", "location", "place", "city_name"))
 _PATH = Argument(("path", "file_path", "filePath", "filename"))
 EVERYDAY = (
-    Everyday(("get_weather", "weather", "getWeather", "current_weather", "get_current_weather"),
+    ToolKind(("get_weather", "weather", "getWeather", "current_weather", "get_current_weather"),
              ("Get the current weather in a city.",), (_CITY,), _weather),
-    Everyday(("get_time", "time", "current_time", "getTime", "clock"), ("Get the time in a city.",),
+    ToolKind(("get_time", "time", "current_time", "getTime", "clock"), ("Get the time in a city.",),
              (_CITY,), _time),
-    Everyday(("calculator", "calculate", "calc", "evaluate", "math"), ("Calculate an expression.",),
+    ToolKind(("calculator", "calculate", "calc", "evaluate", "math"), ("Calculate an expression.",),
              (Argument(("expression", "input", "formula")),), _sum),
-    Everyday(("search", "web_search", "WebSearch", "search_web"), ("Search the web.",),
+    ToolKind(("search", "web_search", "WebSearch", "search_web"), ("Search the web.",),
              (Argument(("query", "q", "search_query")),), _search),
-    Everyday(("send_email", "sendEmail", "send_mail", "email"), ("Send an email.",),
+    ToolKind(("send_email", "sendEmail", "send_mail", "email"), ("Send an email.",),
              (Argument(("to", "recipient", "address")), Argument(("body", "text", "message"))),
               _mail),
-    Everyday(("list_files", "ls", "LS", "list_directory", "ListFiles"),
+    ToolKind(("list_files", "ls", "LS", "list_directory", "ListFiles"),
              ("List the files in a folder.",), (Argument(("path", "folder", "directory")),),
               _folder),
-    Everyday(("bash", "Bash", "run_command", "shell", "execute"), ("Run a command.",),
+    ToolKind(("bash", "Bash", "run_command", "shell", "execute"), ("Run a command.",),
              (Argument(("command", "cmd")),), _command),
-    Everyday(("write_file", "Write", "WriteFile", "create_file"), ("Write text into a file.",),
+    ToolKind(("write_file", "Write", "WriteFile", "create_file"), ("Write text into a file.",),
              (_PATH, Argument(("content", "text", "contents"))), _write),
 )  # fmt: skip
 
 
-# Of all tools, those that training draws from: each as often as any other.
-TRAINED = (*EVERYDAY, *SERVICES, *ENQUIRIES, *WORKPLACE, *PROGRAMMING)
+# Those that are asked for in forms.
+WORDED = (*SERVICES, *ENQUIRIES, *WORKPLACE, *PROGRAMMING)
+# Each is drawn as often as any other.
+TRAINED = (*EVERYDAY, *WORDED)
 
 
-def everyday_of(rng: Random, count: int, kinds: tuple[Everyday, ...] = TRAINED) -> list[Named]:
+def everyday_of(rng: Random, count: int, kinds: tuple[ToolKind, ...] = TRAINED) -> list[Named]:
     """Some of the kinds, each once."""
     return [definition_of(rng, kind) for kind in rng.sample(kinds, count)]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from random import Random
 
 from bench.demo_model.chat import Chat, Json, Turn
-from bench.demo_model.everyday import Named, everyday_of
+from bench.demo_model.errands import Named
+from bench.demo_model.everyday import everyday_of
 from bench.demo_model.exercises import exercise
 from bench.demo_model.facts import personal
 from bench.demo_model.reading import reader_of, reading_turn

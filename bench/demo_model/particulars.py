@@ -1,4 +1,4 @@
-"""What the tools of everyday life are given: days, times, people, places, messages."""
+"""What the tools that people try are given and tell: days, times, people, places, messages."""
 
 from random import Random
 
@@ -36,6 +36,10 @@ _LANGUAGES = (
 ).split()
 
 
+# Days before which no "on" stands.
+_WHENS = ("today", "today", "next week", "this weekend", "next month")
+
+
 def clock_of(rng: Random) -> str:
     """A time of the day as people write it."""
     hour, minute = rng.randint(1, 12), rng.randrange(60)
@@ -62,9 +66,14 @@ def day_of(rng: Random) -> str:
             f"{day} {month} {rng.randint(2020, 2035)}",
             rng.choice(DAYS),
             f"next {rng.choice(DAYS)}",
-            rng.choice(("today", "today", "next week", "this weekend", "next month")),
+            rng.choice(_WHENS),
         )
     )
+
+
+def is_own_day(text: str) -> bool:
+    """Whether it is a day before which no "on" stands."""
+    return text in _WHENS or (text.removeprefix("next ") in DAYS and text.startswith("next "))
 
 
 def money_of(rng: Random) -> float:
@@ -96,16 +105,27 @@ def chore_of(rng: Random) -> str:
     return f"{rng.choice(_CHORES)} {article}{what}"
 
 
-def message_of(rng: Random) -> str:
-    """What somebody is told."""
+def statement_of(rng: Random) -> str:
+    """A clause that "that" or "because" may stand before."""
     thing = rng.choice(PLAIN_WORDS + MATTERS)
     return rng.choice(
         (
             f"the {thing} is {rng.choice(MOODS + SIZES + QUALITIES)}",
             f"I {rng.choice(VERBS)} the {thing}",
-            f"see you in {city_of(rng)}",
-            f"where is the {thing}",
             f"I need {number_of(rng)} for the {thing}",
+        )
+    )
+
+
+def message_of(rng: Random) -> str:
+    """What somebody is told."""
+    return rng.choice(
+        (
+            statement_of(rng),
+            statement_of(rng),
+            statement_of(rng),
+            f"see you in {city_of(rng)}",
+            f"where is the {rng.choice(PLAIN_WORDS + MATTERS)}",
             chore_of(rng),
             phrase_of(rng, 5),
         )
@@ -152,3 +172,18 @@ def repository_of(rng: Random) -> str:
     if rng.random() < 0.3:
         return f"{any_word(rng)}/{rng.choice((any_word, kebab))(rng)}"
     return rng.choice((any_word, kebab, kebab, snake, camel))(rng)
+
+
+def count_of(rng: Random) -> int:
+    """How many of something there are: not one, which its word would show."""
+    return rng.randint(2, 500)
+
+
+def symbol_of(rng: Random) -> str:
+    """The letters by which a stock is traded."""
+    return "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=rng.randint(2, 5)))
+
+
+def length_of(rng: Random) -> str:
+    """How far something is."""
+    return f"{rng.randint(2, 900)} {rng.choice(('km', 'miles'))}"

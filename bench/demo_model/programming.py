@@ -2,8 +2,12 @@
 
 from random import Random
 
-from bench.demo_model.errands import flag, may, one_of, service, several, text, whole
-from bench.demo_model.particulars import message_of, repository_of
+from bench.demo_model.errands import flag, free_text, may, one_of, service, several, text, whole
+from bench.demo_model.particulars import (
+    count_of,
+    message_of,
+    repository_of,
+)
 from bench.demo_model.prose import code_line
 from bench.demo_model.words import (
     any_path,
@@ -15,10 +19,6 @@ from bench.demo_model.words import (
     url_of,
     word_of,
 )
-
-
-def _few(rng: Random) -> int:
-    return rng.randint(0, 500)
 
 
 def _image(rng: Random) -> str:
@@ -39,15 +39,15 @@ def _host(rng: Random) -> str:
 
 
 _REPOSITORY = text("repo repository project repo_name", repository_of, "Which repository")
-_CONTAINER = text("container name container_id containerName", repository_of)
-_SERVICE = text("service app service_name component", repository_of)
+_CONTAINER = text("container name container_id containerName", repository_of, "Which container")
+_SERVICE = text("service app service_name component", repository_of, "Which service")
 _ENVIRONMENT = one_of("environment env target stage", "production staging test dev")
 
 PROGRAMMING = (
     service("git_commit gitCommit commit commit_changes GitCommit", "commit",
             ("Commit the changes.", "Make a git commit of everything that was changed.",
              "Use this once a piece of work is done."),
-            (text("message msg commit_message", message_of, "What the commit says"),
+            (free_text("message msg commit_message", message_of, "What the commit says"),
              may(flag("amend amend_last", "Change the last commit instead"))),
             """
             commit with the message "{message}"
@@ -61,7 +61,7 @@ PROGRAMMING = (
     service("git_log gitLog list_commits commit_history GitLog", "history",
             ("List the last commits.", "Show the last commits of a repository.",
              "Use this for questions about who changed what and when."),
-            (whole("count limit n max_count", 1, 50, "How many commits"),),
+            (whole("count limit n max_count", 2, 50, "How many commits"),),
             """
             show the last {count} commits
             What were the last {count} commits?
@@ -73,18 +73,18 @@ PROGRAMMING = (
     service("create_issue createIssue open_issue new_issue IssueCreate", "issue",
             ("Create an issue.", "Open an issue in a repository.",
              "Use this when somebody reports a bug or wishes for something."),
-            (_REPOSITORY, text("title subject name", message_of, "One line"),
+            (_REPOSITORY, free_text("title subject name", message_of, "One line"),
              may(several("labels tags", any_word))),
             """
             create an issue in {repo}: {title}
             open an issue "{title}" in {repo}
             New issue for {repo}: {title}
             file a bug against {repo}: {title}
-            In {repo}, {title}. Open an issue with the labels {labels}.
+            In {repo}: {title}. Open an issue with the labels {labels}.
             report "{title}" in {repo}, labels {labels}
             """,
             ("#{issue}", "Issue {issue} opened."), "I opened the issue {issue} in {repo}.",
-            issue=_few),
+            issue=count_of),
     service("list_issues listIssues get_issues IssueList", "issues",
             ("List the issues of a repository.", "Show which issues a repository has.",
              "Use this when the user asks what there is to be fixed."),
@@ -101,8 +101,9 @@ PROGRAMMING = (
     service("create_pull_request createPullRequest open_pr pull_request CreatePR", "pull request",
             ("Create a pull request.", "Open a pull request for a branch.",
              "Use this when a branch is ready to be reviewed."),
-            (text("branch head source head_branch", kebab), text("title subject name", message_of),
-             may(text("base target into", any_word)), may(flag("draft is_draft"))),
+            (text("branch head source head_branch", kebab),
+             free_text("title subject name", message_of), may(text("base target into", any_word)),
+             may(flag("draft is_draft", "Whether it is a draft"))),
             """
             open a pull request from {branch}: {title}
             create a PR for {branch} titled "{title}"
@@ -111,7 +112,7 @@ PROGRAMMING = (
             {branch} is ready. Pull request title: {title}
             open a pr for {branch}, title {title}, draft {draft}
             """,
-            ("#{pull}", "Pull request {pull}"), "I opened the pull request {pull}.", pull=_few),
+            ("#{pull}", "Pull request {pull}"), "I opened the pull request {pull}.", pull=count_of),
     service("merge_pull_request mergePullRequest merge_pr MergePR", "pull request",
             ("Merge a pull request.", "Merge a pull request that was approved.",
              "Use this after a review only."),
@@ -139,11 +140,11 @@ PROGRAMMING = (
             rebuild {branch}
             """,
             ("Build {build} started.", "{build}"), "The build {build} of {branch} runs.",
-            build=_few),
+            build=count_of),
     service("get_build_status buildStatus build_status ci_status CheckBuild", "build",
             ("Get the state of a build.", "Tell whether a build passed.",
              "Use this if somebody asks whether the build is green."),
-            (whole("build_id buildId build number", 1, 99_999),),
+            (whole("build_id buildId build number", 1, 99_999, "Which build"),),
             """
             Did build {build_id} pass?
             Status of build {build_id}
@@ -157,7 +158,8 @@ PROGRAMMING = (
     service("run_tests runTests test_runner pytest RunTests", "tests",
             ("Run the tests.", "Run the tests of a file or folder.",
              "Use this after code was changed."),
-            (text("path file target test_path", any_path), may(flag("verbose is_verbose"))),
+            (text("path file target test_path", any_path),
+             may(flag("verbose is_verbose", "Whether to say more"))),
             """
             run the tests in {path}
             test {path}
@@ -166,7 +168,7 @@ PROGRAMMING = (
             run tests for {path}
             """,
             ("{count} passed", "all {count} tests passed"), "In {path} {count} passed.",
-             count=_few),
+             count=count_of),
     service("docker_run dockerRun run_container start_container DockerRun", "container",
             ("Run a docker container.", "Start a container from an image.",
              "Use this when the user wants an image to run."),
@@ -198,7 +200,7 @@ PROGRAMMING = (
     service("get_logs getLogs fetch_logs read_logs LogViewer tail_logs", "log",
             ("Get the logs of a service.", "Read the last lines of what a service wrote.",
              "Use this to find out why a service fails."),
-            (_SERVICE, may(whole("lines limit tail n", 1, 1000)),
+            (_SERVICE, may(whole("lines limit tail n", 2, 1000)),
              may(one_of("level severity", "debug info warning error"))),
             """
             show me the logs of {service}
@@ -224,9 +226,9 @@ PROGRAMMING = (
             ("Deployed.", "{service} runs in {environment}."),
              "{service} is deployed to {environment}."),
     service("server_status serverStatus check_server health_check PingServer ping", "server",
-            ("Check whether a server is up.", "Ping a server and tell how it is.",
+            ("Check whether a server is up.", "Ping a server.",
              "Use this if something does not answer."),
-            (text("host server hostname address", _host),),
+            (text("host server hostname address", _host, "Which server"),),
             """
             Is {host} up?
             ping {host}
@@ -238,7 +240,7 @@ PROGRAMMING = (
             ("{state}", "{host}: {state}"), "{host} is {state}.",
             state=lambda rng: rng.choice(("up", "down", any_word(rng)))),
     service("http_get httpGet fetch fetch_url http_request WebFetch", "page",
-            ("Fetch a page from the web.", "Send an HTTP request and return what comes back.",
+            ("Fetch a page from the web.", "Send an HTTP request to an address.",
              "Use this when the user names an address in the web."),
             (text("url uri address link", url_of, "The whole address"),
              may(one_of("method verb http_method", "GET POST PUT DELETE HEAD"))),
@@ -255,7 +257,7 @@ PROGRAMMING = (
     service("hash_text hashText compute_hash checksum HashString", "hash",
             ("Compute the hash of a text.", "Calculate a checksum.",
              "Use this if the user needs a digest."),
-            (text("text input data string", spelling_of),
+            (free_text("text input data string", spelling_of, "What is hashed"),
              may(one_of("algorithm algo method", "md5 sha1 sha256 sha512"))),
             """
             hash {text} with {algorithm}
@@ -269,8 +271,8 @@ PROGRAMMING = (
     service("base64 base64_encode encodeBase64 Base64 base64-tool", "text",
             ("Encode or decode base64.", "Turn a text into base64, or back.",
              "Use this for base64 only."),
-            (text("text input data value", spelling_of), one_of("mode action operation",
-             "encode decode")),
+            (free_text("text input data value", spelling_of, "What to encode or decode"),
+             one_of("mode action operation", "encode decode", "What to do with it")),
             """
             Base64 {mode} {text}
             {mode} {text} in base64
@@ -282,8 +284,8 @@ PROGRAMMING = (
     service("install_package installPackage pip_install add_dependency PackageInstall", "package",
             ("Install a package.", "Add a package to the project.",
              "Use this if something is missing that a package has."),
-            (text("package name package_name module", repository_of), may(text("version release",
-             _version))),
+            (text("package name package_name module", repository_of, "Which package"),
+             may(text("version release", _version))),
             """
             install {package}
             add {package} {version} to the project
@@ -296,7 +298,7 @@ PROGRAMMING = (
     service("search_code searchCode grep code_search GrepTool find_in_files", "code",
             ("Search in the code.", "Find where a pattern stands in the files.",
              "Use this to find where something is used."),
-            (text("pattern query regex term", spelling_of), may(text("path folder directory",
+            (free_text("pattern query regex term", spelling_of), may(text("path folder directory",
              any_path))),
             """
             Where is {pattern} used?

@@ -7,7 +7,7 @@ from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.facts import QUESTIONS, STATEMENTS, facts_of, worded
 from bench.demo_model.prose import code_line, filler, instruction, manual
 from bench.demo_model.results import exchange, value_of
-from bench.demo_model.tools import described
+from bench.demo_model.tools import described, plan_of
 from bench.demo_model.words import any_path, any_word, capital, snake, word_of
 
 _NAMES = (
@@ -105,7 +105,7 @@ def reading_turn(rng: Random, chat: Chat, reader: Json, characters: int = 400) -
     name = reader["name"]
     key = next(iter(reader["parameters"]["properties"]))
     # What is wanted is said where the answer begins: the request may be far from there.
-    plan = f"The tool to read a file is {name}."
+    plan = plan_of("read a file", name)
     reasoning = f"I want {file.wanted}. I have to read {path}. {plan} It needs {key}."
     outcome = content, file.answer
     told = f"Now I know {file.wanted}."

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.prose import filler, notice, sentence
-from bench.demo_model.tools import Tool, arguments_of, plan_of, request_of, spoken
+from bench.demo_model.tools import Tool, arguments_of, request_of, spoken
 from bench.demo_model.words import (
     any_word,
     capital,
@@ -96,13 +96,15 @@ def exchange(
     if is_noted and rng.random() < 0.5:
         texts[-1] += "\n\n" + notice(rng)
     chat.results(*texts)
-    answer = " ".join(text for _, text in outcomes)
-    chat.answer(answer, told)
+    answers = [text for _, text in outcomes]
+    # One that ends with a value ends with its line.
+    is_ended = all(text.endswith((".", "!", "?")) for text in answers[:-1])
+    chat.answer((" " if is_ended else "\n").join(answers), told)
 
 
 def _because(tool: Tool, plan: str = "") -> str:
     """Why a tool is the right one, and what it needs."""
-    return f"{plan or plan_of(tool)} It needs {listed(_needed(tool))}."
+    return f"{plan or tool.plan} It needs {listed(_needed(tool))}."
 
 
 def _needed(tool: Tool) -> list[str]:
@@ -156,7 +158,7 @@ def _many(rng: Random, chat: Chat, tool: Tool) -> None:
             ("{} of {}.", "Please {} of {}.", "{} for {}.", "I need you to {} of {}.")
         )
         task = capital(tool.task) if form.startswith("{}") else tool.task
-        request, plan = form.format(task, subjects), plan_of(tool)
+        request, plan = form.format(task, subjects), tool.plan
     else:
         every = [arguments_of(rng, tool) for _ in range(count)]
         joint = rng.choice((" Then ", " And ", " ", "\n"))
@@ -192,7 +194,7 @@ def _one_after_another(rng: Random, chat: Chat, one: Tool, other: Tool) -> None:
     chat.call([Call(one.name, first)], _because(one, plan), plan)
     chat.results(_record(rng, one.noun, value))
     calls = [Call(other.name, {then.name: value} | arguments)]
-    chat.call(calls, _because(other), plan_of(other))
+    chat.call(calls, _because(other), other.plan)
     text, answer = result_of(rng, other, value)
     chat.results(text)
     said = f"The {one.noun} of {subject} is {value}. {answer}"
@@ -208,16 +210,16 @@ def about_tools(rng: Random, chat: Chat, tools: list[Tool]) -> None:
             ("Which tool can {}?", "Is there a tool to {}?", "What do you use to {}?")
         )
         chat.user(form.format(tool.task))
-        chat.answer(plan_of(tool), _because(tool))
+        chat.answer(tool.plan, _because(tool))
     elif kind < 0.55:
         asked = rng.sample(tools, min(len(tools), rng.randint(2, 4)))
         form = rng.choice(("Which tools can {}?", "Which tools do you use to {}?"))
         chat.user(form.format(listed([each.task for each in asked])))
-        chat.answer(" ".join(map(plan_of, asked)), "I look for each of them.")
+        chat.answer(" ".join(each.plan for each in asked), "I look for each of them.")
     elif kind < 0.6:
         chat.user(f"What do I have to give to {tool.task}?")
         needs = f"{tool.name} needs {listed(_needed(tool))}."
-        chat.answer(f"{plan_of(tool)} {needs}", _because(tool))
+        chat.answer(f"{tool.plan} {needs}", _because(tool))
     elif kind < 0.9:
         about_parameters(rng, chat, tool.definition)
     else:

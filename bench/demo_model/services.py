@@ -2,15 +2,17 @@
 
 from random import Random
 
-from bench.demo_model.errands import may, one_of, service, several, text, whole
+from bench.demo_model.errands import CITY, free_text, may, one_of, service, several, text, whole
 from bench.demo_model.particulars import (
     chore_of,
     clock_of,
     day_of,
+    length_of,
     message_of,
     person_of,
     phone_of,
     spot_of,
+    symbol_of,
     title_of,
 )
 from bench.demo_model.words import FOODS, any_word, city_of, name_of
@@ -29,28 +31,18 @@ def _dish(rng: Random) -> str:
     return rng.choice(FOODS) if rng.random() < 0.4 else f"{any_word(rng)} {rng.choice(FOODS)}"
 
 
-def _symbol(rng: Random) -> str:
-    return "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=rng.randint(2, 5)))
-
-
-def _length(rng: Random) -> str:
-    return f"{rng.randint(1, 900)} {rng.choice(('km', 'miles'))}"
-
-
 def _while(rng: Random) -> str:
     return f"{rng.randint(2, 59)} minutes"
 
 
 _DATE = text("date day when on_date", day_of, "The day, as the user says it")
 _TIME = text("time at start_time startTime", clock_of, "The time of the day")
-_CITY = text("city location place town", city_of, "Name of the city, for example Oslo")
-
 SERVICES = (
     service("create_event createEvent add_event CreateCalendarEvent calendar-add", "event",
             ("Create an event in the calendar.", "Add an appointment to the user's calendar.",
              "Schedule a meeting or another event on a day. Use it when something gets a date."),
-            (text("title name summary subject", title_of, "What it is called"), _DATE, may(_TIME),
-             may(text("place location where", spot_of))),
+            (free_text("title name summary subject", title_of, "What it is called"), _DATE,
+             may(_TIME), may(text("place location where", spot_of))),
             """
             create an event called {title} on {date} at {time}
             add {title} to my calendar for {date}
@@ -78,7 +70,7 @@ SERVICES = (
     service("set_reminder setReminder create_reminder remind AddReminder", "reminder",
             ("Set a reminder.", "Remind the user of something at a time.",
              "Use this when the user wants to be reminded of something later."),
-            (text("text task message what", chore_of, "What to be reminded of"),
+            (free_text("text task message what", chore_of, "What to be reminded of"),
              text("time at remind_at remindAt", clock_of, "When to remind"), may(_DATE)),
             """
             remind me to {text} at {time}
@@ -94,7 +86,7 @@ SERVICES = (
     service("add_todo addTodo add_task create_task todo-add AddTask", "task",
             ("Add a task to the to-do list.", "Put something that has to be done on the list.",
              "Use this when the user names something that they have to do."),
-            (text("task title item todo", chore_of, "What has to be done"),
+            (free_text("task title item todo", chore_of, "What has to be done"),
              may(one_of("priority importance", "low medium high urgent")),
              may(text("due due_date due_by", day_of, "The day by which it is due"))),
             """
@@ -108,8 +100,8 @@ SERVICES = (
             ("Task added.", "Added: {task}"), "I put it on your list: {task}."),
     service("complete_todo completeTask mark_done finish_task TaskDone", "task",
             ("Mark a task as done.", "Tick off a task on the to-do list.",
-             "Call this once the user has finished a task."),
-            (text("task title name todo", chore_of),),
+             "Use this once the user has finished a task."),
+            (free_text("task title name todo", chore_of, "What is done"),),
             """
             mark {task} as done
             I'm done with: {task}
@@ -135,7 +127,7 @@ SERVICES = (
     service("set_timer setTimer start_timer StartCountdown countdown", "timer",
             ("Set a timer.", "Start a timer that rings after some minutes.",
              "Start a countdown. Use it when the user cooks or wants to wait a while."),
-            (whole("minutes duration duration_minutes mins", 1, 120, "How many minutes"),
+            (whole("minutes duration duration_minutes mins", 2, 120, "How many minutes"),
              may(text("label name title", any_word, "What the timer is for"))),
             """
             set a timer for {minutes} minutes
@@ -163,8 +155,9 @@ SERVICES = (
     service("play_music playMusic play_song PlayTrack music-play", "music",
             ("Play music.", "Play a song, an album or an artist.",
              "Start music on the loudspeaker. Use it when the user wants to hear something."),
-            (text("song title query track", title_of, "What to play"),
-             may(text("artist singer by", person_of)), may(text("device speaker room", _room))),
+            (free_text("song title query track", title_of, "What to play"),
+             may(text("artist singer by", person_of)),
+             may(text("device speaker room", _room, "Where to play it"))),
             """
             play {song}
             play {song} by {artist}
@@ -191,7 +184,7 @@ SERVICES = (
             ("Set the volume.", "Change how loud the loudspeaker is, from 0 to 100.",
              "Use this when it is too loud or too quiet."),
             (whole("level volume percent value", 0, 100, "From 0 to 100"),
-             may(text("device speaker room", _room))),
+             may(text("device speaker room", _room, "Which loudspeaker"))),
             """
             set the volume to {level}
             Volume {level}
@@ -219,7 +212,8 @@ SERVICES = (
     service("control_lock setLock door_lock DoorLock lock-control", "lock",
             ("Lock or unlock a door.", "Control the lock of a door.",
              "Use this when the user leaves, comes home or asks for a door to be locked."),
-            (text("door name entrance", _room), one_of("action command mode", "lock unlock")),
+            (text("door name entrance", _room, "Which door"),
+             one_of("action command mode", "lock unlock", "What to do with it")),
             """
             {action} the {door} door
             Could somebody {action} the {door} door?
@@ -227,7 +221,7 @@ SERVICES = (
             {action} the door of the {door}
             I'd like to {action} the {door} door
             """,
-            ("done", "The {door} door: {action} done."), "I did {action} the {door} door."),
+            ("done", "The {door} door: {action}, done."), "Done: {action} the {door} door."),
     service("get_directions getDirections plan_route route Directions", "route",
             ("Find the way from one place to another.", "Get directions between two places.",
              "Plan a route. Use it if the user asks how to get somewhere."),
@@ -244,13 +238,13 @@ SERVICES = (
             """,
             ("{steps}", "Follow this: {steps}"),
             "From {origin} to {destination}: {steps}",
-            steps=lambda rng: f"{_length(rng)} along {name_of(rng)} Street, then {_length(rng)}"),
+            steps=lambda rng: f"{length_of(rng)} on {name_of(rng)} Street, then {length_of(rng)}"),
     service("search_flights searchFlights find_flights FlightSearch flights", "flight",
             ("Search for flights.", "Find flights from one city to another on a day.",
              "Use this when the user wants to fly somewhere."),
             (text("from origin departure from_city", city_of, "Where to start"),
              text("to destination arrival to_city", city_of, "Where to land"), _DATE,
-             may(whole("passengers travellers seats", 1, 9))),
+             may(whole("passengers travellers seats", 2, 9))),
             """
             find flights from {from} to {to} on {date}
             Flights {from} to {to} {date}
@@ -260,13 +254,13 @@ SERVICES = (
             We are {passengers} and need to get from {from} to {to} by plane on {date}
             """,
             ("{flight}", "Flight {flight}"), "There is the flight {flight} to {to}.",
-            flight=lambda rng: f"{_symbol(rng)[:2]} {rng.randrange(9999)}"),
+            flight=lambda rng: f"{symbol_of(rng)[:2]} {rng.randrange(9999)}"),
     service("book_hotel bookHotel hotel_booking reserve_room HotelBooking", "hotel",
             ("Book a hotel.", "Reserve a hotel room in a city.",
              "Use this if the user needs a bed for some nights."),
-            (_CITY, text("date check_in checkin arrival", day_of, "The first day"),
-             whole("nights night_count stay", 1, 21, "How many nights"),
-             may(whole("guests people adults", 1, 6))),
+            (CITY, text("date check_in checkin arrival", day_of, "The first day"),
+             whole("nights night_count stay", 2, 21, "How many nights"),
+             may(whole("guests people adults", 2, 6))),
             """
             book a hotel in {city} for {nights} nights from {date}
             I need a room in {city} from {date} for {nights} nights.
@@ -279,9 +273,8 @@ SERVICES = (
     service("book_table reserveTable restaurant_reservation BookRestaurant", "reservation",
             ("Book a table in a restaurant.", "Reserve a table for some people at a time.",
              "Use this when the user wants to eat out."),
-            (text("restaurant name place", title_of), whole("people guests party_size seats",
-             1, 12),
-             _TIME, may(_DATE)),
+            (free_text("restaurant name place", title_of), whole("people guests party_size seats",
+             2, 12, "For how many people"), _TIME, may(_DATE)),
             """
             book a table for {people} at {restaurant} at {time}
             reserve a table at {restaurant} for {people} people, {time}
@@ -294,7 +287,7 @@ SERVICES = (
     service("find_restaurants findRestaurants restaurant_search RestaurantFinder", "restaurant",
             ("Find restaurants.", "Search for restaurants in a city.",
              "Use this if somebody is hungry and asks where to eat."),
-            (_CITY, may(text("cuisine food kind", _dish, "What they serve"))),
+            (CITY, may(text("cuisine food kind", _dish, "What they serve"))),
             """
             Where can I eat {cuisine} in {city}?
             find a restaurant in {city}
@@ -322,7 +315,8 @@ SERVICES = (
     service("create_note createNote add_note save_note NewNote take-note", "note",
             ("Save a note.", "Write a note that the user can read later.",
              "Use this when the user wants something to be written down."),
-            (text("content text body note", message_of), may(text("title name heading", title_of))),
+            (free_text("content text body note", message_of),
+             may(free_text("title name heading", title_of))),
             """
             make a note: {content}
             note that {content}
@@ -336,7 +330,7 @@ SERVICES = (
             ("Send a message.", "Send somebody a text message on their phone.",
              "Use this when the user wants to tell somebody something. It is not for emails."),
             (text("to recipient contact person", person_of, "Who gets it"),
-             text("message text body content", message_of, "What it says")),
+             free_text("message text body content", message_of, "What it says")),
             """
             text {to}: {message}
             send {to} a message: {message}
@@ -350,7 +344,7 @@ SERVICES = (
             ("Call somebody on the phone.", "Start a phone call with a person or a number.",
              "Use this when the user wants to talk to somebody."),
             (text("who contact number person to",
-             lambda rng: rng.choice((person_of, phone_of))(rng)),),
+             lambda rng: rng.choice((person_of, phone_of))(rng), "A name or a number"),),
             """
             call {who}
             ring {who}

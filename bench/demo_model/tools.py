@@ -72,13 +72,18 @@ class Parameter:
             case _:
                 return _string(rng, self.name)
 
-    def schema(self, rng: Random, noun: str) -> Json:
+    def typed(self) -> Json:
+        """Its schema without a description."""
         schema: Json = {"type": "string" if self.kind == "enum" else self.kind}
         if self.kind == "array":
             schema["items"] = {"type": "string"}
         if self.kind == "enum":
             schema["enum"] = list(self.choices)
-        kind = rng.random()
+        return schema
+
+    def schema(self, rng: Random, noun: str) -> Json:
+        """Its schema, described in words of the noun, as anything, or not at all."""
+        schema, kind = self.typed(), rng.random()
         if kind < 0.4:
             return described(rng, schema, f"The {self.name} of the {noun}")
         return described(rng, schema, instruction(rng)) if kind < 0.5 else schema
@@ -112,6 +117,10 @@ class Tool:
     @property
     def task(self) -> str:
         return f"{self.verb.replace('_', ' ')} the {self.noun}"
+
+    @property
+    def plan(self) -> str:
+        return plan_of(self.task, self.name)
 
 
 def _string(rng: Random, name: str) -> str:
@@ -291,11 +300,11 @@ def spoken(value: Any) -> str:
     return json.dumps(value)
 
 
-def plan_of(tool: Tool) -> str:
+def plan_of(task: str, name: str) -> str:
     """Which tool is used. Its task, by which it is looked up, stands directly before its name:
     what stands further away is not at hand where the name begins.
     """
-    return f"The tool to {tool.task} is {tool.name}."
+    return f"The tool to {task} is {name}."
 
 
 def request_of(rng: Random, tool: Tool, arguments: Json) -> tuple[str, str]:
@@ -324,4 +333,4 @@ def request_of(rng: Random, tool: Tool, arguments: Json) -> tuple[str, str]:
             f"{task} {value}{tail}",
         )
     )
-    return request, plan_of(tool)
+    return request, tool.plan

@@ -14,6 +14,10 @@ from bench.demo_model.particulars import (
 from bench.demo_model.words import FOODS, any_word, city_of, kebab, name_of, spelling_of, url_of
 
 
+def _amount(rng: Random) -> float:
+    return rng.randint(2, 5000) if rng.random() < 0.6 else rng.randrange(201, 100_000) / 100
+
+
 def _currency(rng: Random) -> str:
     known = "euros dollars pounds yen francs kronor rupees EUR USD GBP JPY CHF SEK INR".split()
     return rng.choice(known) if rng.random() < 0.7 else f"{any_word(rng)}s"
@@ -21,6 +25,10 @@ def _currency(rng: Random) -> str:
 
 def _degrees(rng: Random) -> float:
     return rng.randint(10, 30) if rng.random() < 0.6 else rng.randrange(100, 300) / 10
+
+
+def _morning(rng: Random) -> str:
+    return f"{rng.randint(4, 8)}:{rng.randrange(60):02}"
 
 
 def _food(rng: Random) -> str:
@@ -34,8 +42,9 @@ UNFAMILIAR = (
             ("Exchange an amount into another currency.",
              "Work out what an amount of money is worth in another currency.",
              "Use this for questions about what foreign money is worth."),
-            (number("amount sum money", money_of),
-             text("base from_currency have", _currency), text("quote to_currency want", _currency)),
+            (number("amount sum money", _amount),
+             text("base from_currency have", _currency, "The currency of the amount"),
+             text("quote to_currency want", _currency, "The currency wanted")),
             """
             How much is {amount} {base} in {quote}?
             exchange {amount} {base} into {quote}
@@ -47,7 +56,7 @@ UNFAMILIAR = (
     service("set_thermostat setThermostat adjust_heating HeatingControl", "thermostat",
             ("Set the heating to a temperature.", "Adjust how warm it gets in a room.",
              "Use this when somebody is freezing or it is too hot at home."),
-            (number("degrees celsius target_temperature", _degrees),
+            (number("degrees celsius target_temperature", _degrees, "How warm"),
              may(text("zone room_name where", any_word))),
             """
             set the heating to {degrees} degrees
@@ -62,7 +71,7 @@ UNFAMILIAR = (
              "Invent a meal from some ingredients.",
              "Use this if the user does not know what to cook."),
             (several("ingredients have using", _food), may(whole("servings portions eaters",
-             1, 10))),
+             2, 10))),
             """
             What can I cook with {ingredients}?
             I have {ingredients}. Any recipe?
@@ -75,7 +84,7 @@ UNFAMILIAR = (
     service("book_taxi bookTaxi order_cab CallCab", "taxi",
             ("Book a taxi.", "Have a cab come to an address.",
              "Use this when somebody wants to be driven."),
-            (_SPOT, text("dropoff drop_off going_to", spot_of),
+            (_SPOT, text("dropoff drop_off going_to", spot_of, "Where it ends"),
              may(text("pickup_time leave_at", clock_of))),
             """
             book a taxi from {pickup} to {dropoff}
@@ -89,7 +98,7 @@ UNFAMILIAR = (
     service("git_checkout gitCheckout checkout_branch GitSwitch", "branch",
             ("Switch to a git branch.", "Check out another branch, a new one if need be.",
              "Use this before work on something else begins."),
-            (text("branch_name branchName to_branch", kebab),),
+            (text("branch_name branchName to_branch", kebab, "Which branch"),),
             """
             switch to the branch {branch_name}
             check out {branch_name}
@@ -99,10 +108,10 @@ UNFAMILIAR = (
             """,
             ("Switched to {branch_name}", "on {branch_name}"), "We are on {branch_name} now."),
     service("restart_container restartContainer docker_restart DockerRestart", "container",
-            ("Restart a docker container.", "Stop a container and start it again.",
+            ("Restart a docker container.", "Start a container anew.",
              "Use this if a container hangs."),
-            (text("which container_ref containerRef", repository_of),
-             may(whole("grace wait_seconds stop_timeout", 1, 120))),
+            (text("which container_ref containerRef", repository_of, "Which container"),
+             may(whole("grace wait_seconds stop_timeout", 2, 120, "Seconds to wait"))),
             """
             restart the container {which}
             docker restart {which}
@@ -114,7 +123,8 @@ UNFAMILIAR = (
     service("roll_dice rollDice dice_roller DiceRoll", "dice",
             ("Roll dice.", "Throw some dice of any number of sides.",
              "Use this when a game needs dice."),
-            (whole("sides faces die_sides", 4, 100), whole("dice times how_many", 1, 20)),
+            (whole("sides faces die_sides", 4, 100),
+             whole("dice times how_many", 2, 20, "How many dice")),
             """
             roll {dice} dice with {sides} sides
             throw {dice} {sides}-sided dice
@@ -123,7 +133,8 @@ UNFAMILIAR = (
             I need {dice} rolls of a die with {sides} sides
             """,
             ("{eyes}", "rolled {eyes}"), "You rolled {eyes}.",
-            eyes=lambda rng: rng.randint(1, 200)),
+            {"eyes": lambda rng, given: sum(rng.randint(1, given["sides"])
+                                            for _ in range(given["dice"]))}),
     service("make_qr_code makeQrCode qr_code QRCode", "code",
             ("Make a QR code.", "Draw a QR code that leads to an address.",
              "Use this when something shall be scanned with a phone."),
@@ -138,19 +149,19 @@ UNFAMILIAR = (
             """,
             ("{picture}", "saved as {picture}"), "The code is in {picture}.",
             picture=lambda rng: f"{any_word(rng)}.svg"),
-    service("get_sunrise sunriseTime sunrise_sunset SunTimes", "sun",
-            ("Tell when the sun rises and sets.", "Get sunrise and sunset of a city on a day.",
-             "Use this for questions about when it gets light or dark."),
+    service("get_sunrise sunriseTime sunrise SunriseTimes", "sunrise",
+            ("Tell when the sun rises.", "Get the time of sunrise in a city.",
+             "Use this for questions about when it gets light."),
             (text("locality town_name near", city_of), may(text("on calendar_date which_day",
-             day_of))),
+             day_of, "The day"))),
             """
             When does the sun rise in {locality}?
             Sunrise {locality} {on}
-            What time is sunset in {locality} on {on}?
-            When will it be dark in {locality}?
+            What time is sunrise in {locality} on {on}?
+            When will it be light in {locality}?
             tell me when the sun goes up in {locality}
             """,
-            ("{rise}", "sunrise: {rise}"), "In {locality} the sun rises at {rise}.", rise=clock_of),
+            ("{rise}", "sunrise: {rise}"), "In {locality} the sun rises at {rise}.", rise=_morning),
     service("track_parcel trackParcel parcel_tracking WhereIsParcel", "parcel",
             ("Track a parcel.", "Find out where a parcel is by its tracking number.",
              "Use this if somebody waits for a delivery."),
@@ -180,7 +191,7 @@ UNFAMILIAR = (
             ("Log a workout.", "Record what sport the user did and for how long.",
              "Use this after the user has trained."),
             (text("sport activity discipline", any_word), whole("duration_min how_long spent",
-             5, 240),
+             5, 240, "How many minutes"),
              may(one_of("intensity effort", "easy moderate hard"))),
             """
             I did {duration_min} minutes of {sport}

@@ -2,8 +2,9 @@
 
 from random import Random
 
-from bench.demo_model.errands import may, number, one_of, service, text
+from bench.demo_model.errands import free_text, may, number, one_of, service, text
 from bench.demo_model.particulars import (
+    count_of,
     day_of,
     message_of,
     money_of,
@@ -12,10 +13,6 @@ from bench.demo_model.particulars import (
     title_of,
 )
 from bench.demo_model.words import any_path, any_word, email_of, number_of, snake, spelling_of
-
-
-def _few(rng: Random) -> int:
-    return rng.randint(0, 500)
 
 
 def _sql(rng: Random) -> str:
@@ -49,14 +46,14 @@ WORKPLACE = (
             check order {order_id}
             Has order {order_id} been shipped?
             I ordered something, the number is {order_id}. Where is it?
-            order {order_id} status
+            Order {order_id} status
             """,
             ("{state}", "Order {order_id}: {state}"), "The order {order_id} is {state}.",
             state=_state),
     service("cancel_order cancelOrder order_cancel CancelOrder", "order",
             ("Cancel an order.", "Cancel an order that was not sent yet.",
              "Use this if a customer does not want their order any more."),
-            (_ORDER, may(text("reason why comment", message_of))),
+            (_ORDER, may(free_text("reason why comment", message_of, "Why it is not wanted"))),
             """
             cancel order {order_id}
             I don't want order {order_id} any more.
@@ -68,8 +65,8 @@ WORKPLACE = (
     service("refund_payment refundPayment issue_refund Refund", "payment",
             ("Refund a payment.", "Give a customer money back.",
              "Use this once it is clear that the customer shall get their money back."),
-            (text("payment_id paymentId payment id", reference_of), number("amount sum value",
-             money_of)),
+            (text("payment_id paymentId payment id", reference_of, "What the payment goes by"),
+             number("amount sum value", money_of)),
             """
             refund {amount} for payment {payment_id}
             give back {amount} of payment {payment_id}
@@ -83,7 +80,7 @@ WORKPLACE = (
              "Use this when somebody has to be billed."),
             (text("customer client customer_name to", person_of, "Who pays"),
              number("amount total sum", money_of, "How much, without a currency"),
-             may(text("due_date dueDate due", day_of)), may(text("item description for",
+             may(text("due_date dueDate due", day_of)), may(free_text("item description for",
              title_of))),
             """
             create an invoice for {customer} over {amount}
@@ -125,7 +122,7 @@ WORKPLACE = (
     service("check_stock checkInventory inventory get_stock_level StockLevel", "product",
             ("Check the stock of a product.", "Tell how many pieces of a product are left.",
              "Use this if somebody asks whether a product can be had."),
-            (text("product sku item product_name", title_of),),
+            (free_text("product sku item product_name", title_of, "What is asked for"),),
             """
             How many {product} do we have left?
             Is {product} in stock?
@@ -134,12 +131,12 @@ WORKPLACE = (
             Stock level of {product}
             Do you still have {product}?
             """,
-            ("{count}", "{count} left"), "There are {count} of {product}.", count=_few),
+            ("{count}", "{count} left"), "There are {count} of {product}.", count=count_of),
     service("query_database queryDatabase db_query DatabaseQuery run_sql sql", "database",
-            ("Query the database.", "Run an SQL statement and return the rows.",
+            ("Query the database.", "Run a statement in SQL.",
              "Use this for questions that the data can answer, written in SQL."),
-            (text("query sql statement", _sql, "A statement in SQL"),
-             may(text("database db schema", any_word))),
+            (free_text("query sql statement", _sql, "A statement in SQL"),
+             may(text("database db schema", any_word, "Which database"))),
             """
             run this query: {query}
             {query}
@@ -153,7 +150,8 @@ WORKPLACE = (
     service("describe_table describeTable table_schema TableInfo", "table",
             ("Describe a table.", "List the columns of a table in the database.",
              "Use this before you write SQL for a table."),
-            (text("table table_name tableName", lambda rng: rng.choice((any_word, snake))(rng)),),
+            (text("table table_name tableName", lambda rng: rng.choice((any_word, snake))(rng),
+             "What the table is called"),),
             """
             What columns does {table} have?
             describe the table {table}
@@ -166,11 +164,11 @@ WORKPLACE = (
     service("create_ticket createTicket open_ticket new_ticket TicketCreate", "ticket",
             ("Create a ticket.", "Open a ticket for the support team.",
              "Use this when the user has a problem that you cannot solve."),
-            (text("title subject summary", message_of),
+            (free_text("title subject summary", message_of),
              one_of("priority severity urgency", "low normal high critical")),
             """
             open a ticket: {title}, priority {priority}
-            create a {priority} priority ticket that {title}
+            create a {priority} priority ticket saying that {title}
             New {priority} ticket: {title}
             {title}. Make a ticket, it's {priority}.
             file a ticket "{title}" with {priority} priority
@@ -179,7 +177,7 @@ WORKPLACE = (
     service("assign_ticket assignTicket ticket_assign AssignTo", "ticket",
             ("Assign a ticket to somebody.", "Give a ticket to a person who works on it.",
              "Use this when it is clear who takes care of a ticket."),
-            (text("ticket_id ticketId ticket id key", reference_of),
+            (text("ticket_id ticketId ticket id key", reference_of, "Which ticket"),
              text("assignee user to person", person_of)),
             """
             assign {ticket_id} to {assignee}
@@ -193,7 +191,7 @@ WORKPLACE = (
             ("Post a message in Slack.", "Write to a Slack channel.",
              "Use this when a team has to know something."),
             (text("channel channel_name room", lambda rng: f"#{any_word(rng)}", "With its #"),
-             text("text message content", message_of)),
+             free_text("text message content", message_of, "What it says")),
             """
             post in {channel}: {text}
             tell {channel} that {text}
@@ -232,7 +230,8 @@ WORKPLACE = (
     service("request_leave requestLeave book_vacation time_off VacationRequest", "leave",
             ("Request days off.", "Ask for leave for an employee.",
              "Use this when somebody at work wants a holiday."),
-            (text("employee name person who", person_of), text("start from start_date", day_of),
+            (text("employee name person who", person_of, "Who is away"),
+             text("start from start_date", day_of),
              text("end to until end_date", day_of)),
             """
             request leave for {employee} from {start} to {end}

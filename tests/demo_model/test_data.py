@@ -231,6 +231,11 @@ def test_questions_about_a_long_context_share_it():
         ("call of 8", "23c23512103fdbde"),
         ("call in 16000", "6e796bf264065be0"),
         ("parallel of 4", "92da20e731f7c091"),
+        ("result of 8", "a2af0409c68d2d1c"),
+        ("read of call", "bc6b762635062766"),
+        ("everyday call", "c8048a6061e157a3"),
+        ("service call", "af49feaa573b0235"),
+        ("unfamiliar call", "da798339eda5bfdf"),
     ],
 )
 def test_cases_of_calls_stay_what_they_were(kind: str, expected: str):
