@@ -11,7 +11,7 @@ from bench.demo_model.chat import Call, Chat, Json
 from bench.demo_model.particulars import is_own_day, statement_of
 from bench.demo_model.prose import instruction
 from bench.demo_model.results import Outcome, exchange
-from bench.demo_model.tools import Parameter, described, plan_of
+from bench.demo_model.tools import Parameter, plan_of
 from bench.demo_model.words import any_word, capital, city_of, listed, mixed, number_of
 
 # How an order is given; {C} is the order with a capital. Behind an open one nothing may stand.
@@ -70,11 +70,8 @@ class Argument:
         if not noun:
             return {"type": self.kind}
         name = self.names[0].replace("_", " ")
-        schema = Parameter(name, self.kind, self.is_required, self.choices).typed()
-        kind = rng.random()
-        if kind < 0.4:
-            return described(rng, schema, self.about or f"The {name} of the {noun}")
-        return described(rng, schema, instruction(rng)) if kind < 0.5 else schema
+        parameter = Parameter(name, self.kind, self.is_required, self.choices)
+        return parameter.schema(rng, self.about or f"The {name} of the {noun}")
 
 
 @dataclass(frozen=True)

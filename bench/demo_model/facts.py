@@ -6,6 +6,7 @@ from random import Random
 
 from bench.demo_model.chat import Chat
 from bench.demo_model.prose import filler
+from bench.demo_model.tools import plan_of
 from bench.demo_model.words import (
     ANIMALS,
     CITIES,
@@ -208,7 +209,7 @@ def glossary(rng: Random, chat: Chat, characters: int, questions: int) -> None:
             answer = f"The name of {key} is {name}."
         else:
             form = rng.choice(("Which one is there to {}?", "How do I {}?", "What can {}?"))
-            answer = f"The tool to {key} is {name}."
+            answer = plan_of(key, name)
         chat.user(before + form.format(key))
         chat.answer(answer, f"I look for {key}.")
         before = ""

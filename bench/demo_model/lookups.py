@@ -102,8 +102,8 @@ def looks_of(
     looks = np.full((KINDS_OF_LOOKS, size), NOWHERE, np.int32)
     known: dict[str, _Defined] = {}
     at = 0
-    for tool in tools:
-        whole = json.dumps(tool, ensure_ascii=False)
+    # Behind the last end of line nothing is left.
+    for tool, whole in zip(tools, definitions.text.split("\n"), strict=False):
         known[tool["name"]] = defined = _defined(tool, whole, at)
         # What opens the description's text: its token has the whole name before it.
         named = definitions.token(defined.description) - 1

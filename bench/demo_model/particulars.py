@@ -34,8 +34,6 @@ _LANGUAGES = (
     "German French Italian Spanish English Japanese Norwegian Greek Polish Hindi Chinese Swedish "
     "Portuguese Arabic Russian Turkish Dutch Danish Korean Latin Finnish Czech"
 ).split()
-
-
 # Days before which no "on" stands.
 _WHENS = ("today", "today", "next week", "this weekend", "next month")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.demo_model import chat as chats
@@ -96,16 +97,26 @@ def prepare(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts = chats.format_texts()
     tokenizer = build_tokenizer(texts)
-    token_map = build_token_map(tokenizer)
+    token_map = write_map_and_texts(folder, tokenizer, texts)
     image = tokenizer.token_to_id(IMAGE)
     assert image is not None
     config = demo_config(int(token_map.max()) + 1, image)
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     limit: int = config["text_config"]["max_position_embeddings"]
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(limit), indent=1))
-    np.save(folder / "token_map.npy", token_map)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def write_map_and_texts(
+    folder: Path, tokenizer: Tokenizer, texts: chats.FormatTexts
+) -> NDArray[np.int32]:
+    """Write what a checkpoint does not hold: the tokenizer's map, which is returned, and the
+    format's fixed texts.
+    """
+    token_map = build_token_map(tokenizer)
+    np.save(folder / "token_map.npy", token_map)
     (folder / "texts.json").write_text(json.dumps(asdict(texts), indent=1) + "\n")
+    return token_map
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ exactly the stored values. What the masters of a run had beyond them is lost.
 import argparse
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from tokenizers import Tokenizer
 
 from bench.demo_model.chat import format_texts
 from bench.demo_model.export import SHARPNESS, masters_of
+from bench.demo_model.prepare import write_map_and_texts
 from mlx_engine.shards import TensorLocation, list_tensors
-from mlx_engine.token_map import build_token_map
 from tests.reference.formats import bf16_decode, bf16_round
 
 
@@ -33,8 +32,7 @@ def restore(checkpoint: Path, prepared: Path, weights: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(checkpoint / name, prepared)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    np.save(prepared / "token_map.npy", build_token_map(tokenizer))
-    (prepared / "texts.json").write_text(json.dumps(asdict(format_texts()), indent=1) + "\n")
+    write_map_and_texts(prepared, tokenizer, format_texts())
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     locations = list_tensors(checkpoint).locations
     masters = masters_of(config, {name: _read(at) for name, at in locations.items()})

@@ -72,20 +72,16 @@ class Parameter:
             case _:
                 return _string(rng, self.name)
 
-    def typed(self) -> Json:
-        """Its schema without a description."""
+    def schema(self, rng: Random, about: str) -> Json:
+        """Its schema, described by the text, as anything, or not at all."""
         schema: Json = {"type": "string" if self.kind == "enum" else self.kind}
         if self.kind == "array":
             schema["items"] = {"type": "string"}
         if self.kind == "enum":
             schema["enum"] = list(self.choices)
-        return schema
-
-    def schema(self, rng: Random, noun: str) -> Json:
-        """Its schema, described in words of the noun, as anything, or not at all."""
-        schema, kind = self.typed(), rng.random()
+        kind = rng.random()
         if kind < 0.4:
-            return described(rng, schema, f"The {self.name} of the {noun}")
+            return described(rng, schema, about)
         return described(rng, schema, instruction(rng)) if kind < 0.5 else schema
 
 
@@ -221,7 +217,7 @@ def _definition(
         description += "".join(" " + instruction(rng) for _ in range(characters // 80))
     schema: Json = {
         "type": "object",
-        "properties": {p.name: p.schema(rng, noun) for p in parameters},
+        "properties": {p.name: p.schema(rng, f"The {p.name} of the {noun}") for p in parameters},
         "required": [p.name for p in parameters if p.is_required],
     }
     if rng.random() < 0.2:
@@ -302,7 +298,7 @@ def spoken(value: Any) -> str:
 
 def plan_of(task: str, name: str) -> str:
     """Which tool is used. Its task, by which it is looked up, stands directly before its name:
-    what stands further away is not at hand where the name begins.
+    what stands further away is not at hand where the name begins. `lookups` knows it by this form.
     """
     return f"The tool to {task} is {name}."
 
